@@ -44,7 +44,8 @@ ROLE = {
 }
 FIELDS: Mapping[str, Mapping[str, Row]] = {  # of --kv-transfer-config itself
     "nixl": {
-        **{name: ROLE[name] for name in ("kv_role", "engine_id")},
+        "kv_role": Row("same", "an engine of any role prefills and decodes, as with vLLM's own"),
+        "engine_id": SAME,
         "kv_buffer_device": Row("no effect", "caches are read where the engine has them"),
         "enable_permute_local_kv": Row(
             "no effect", "caches in any two memory orders are bridged, without asking"

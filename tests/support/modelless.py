@@ -55,7 +55,7 @@ from kvferry.handover.producer import ProducerRank
 from kvferry.handover.push import Pusher
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
-from kvferry.layout.shape import EngineShape, Rank
+from kvferry.layout.shape import EngineShape
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import cache_rank
@@ -101,7 +101,9 @@ class Modelless:
         with_worker: bool = True,
         states: bool = False,
         traces: str | None = None,
+        tp: int = 1,
         pcp: int = 1,
+        dcp: int = 1,
         window: int = 0,
         longest: int = 512,
         **extra: Any,
@@ -113,7 +115,8 @@ class Modelless:
 
         `window`: of the only layer. `longest`: tokens of a request.
 
-        `pcp`: prefill context parallel ranks. Each is a worker with the whole cache.
+        `pcp`: prefill context parallel ranks. Each is a worker with the whole cache, or, where
+        `dcp` is more than 1, with each `dcp`th token. All `tp` ranks have the same head.
         """
         self.name, self.block_size, self.window = name, block_size, window
         module: str | None = "kvferry.vllm"
@@ -146,7 +149,10 @@ class Modelless:
             observability_config=ObservabilityConfig(otlp_traces_endpoint=traces),
         )
         config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM has none on a CPU
+        config.parallel_config.tensor_parallel_size = tp
         config.parallel_config.prefill_context_parallel_size = pcp
+        config.parallel_config.decode_context_parallel_size = dcp
         told = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1}
         spec: Any = FullAttentionSpec(**told, dtype=torch.float32)
         if window:
@@ -161,16 +167,21 @@ class Modelless:
             kv_cache_config=cache,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size,
+            block_size=block_size * dcp,
         )
         self.connector = self.scheduler.connector
         size = blocks * block_size * TOKEN_BYTES
-        self.memories = [np.zeros(size, dtype=np.uint8) for _ in range(pcp)]
+        places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
+        self._places = [cache_rank(config.parallel_config, 0, *place) for place in places]
+        # As vLLM makes its groups (`initialize_model_parallel`), whatever `cache_rank` says.
+        self._turns = [(tp_rank * pcp + pcp_rank) % dcp for tp_rank, pcp_rank in places]
+        self._shape = EngineShape(tp=self._places[0].tp, dcp=dcp, block_size=block_size)
+        self.memories = [np.zeros(size, dtype=np.uint8) for _ in places]
         self.memory = self.memories[0]
         self.children = getattr(self.connector, "sub_connectors", [self.connector])
         self.worker_sides: list[Any] = []
         described: dict[tuple[int, int], Any] = {}
-        for number, memory in enumerate(self.memories if with_worker else ()):
+        for number in range(len(places) if with_worker else 0):
             with set_current_vllm_config(config):  # as vLLM does
                 side = KVConnectorFactory.create_connector(
                     config,
@@ -180,11 +191,11 @@ class Modelless:
             self.worker_sides.append(side)
             for child in getattr(side, "sub_connectors", [side]):
                 if isinstance(child, FerryConnector) and child.worker is not None:
-                    child.worker._place = cache_rank(config.parallel_config, 0, 0, number)
-                    self._fill(child.worker, blocks, memory)
+                    child.worker._place = self._places[number]
+                    self._fill(child.worker, blocks, self.memories[number])
             told = side.get_handshake_metadata()
-            if told is not None:
-                described[0, 0] = told  # vLLM keeps one of a (pp, tp) rank
+            if told is not None:  # vLLM keeps one of a (pp, tp) rank, or of all that share tokens
+                described[0, number if dcp > 1 else places[number][0]] = told
         if described:
             self.connector.set_xfer_handshake_metadata_pp_aware(described)
         self._aggregator = KVOutputAggregator(len(self.worker_sides))
@@ -192,17 +203,17 @@ class Modelless:
         self.ended: dict[str, Any] = {}  # finish reason, by request
         self.params: dict[str, dict[str, Any]] = {}  # of responses
         self.stats: list[Any] = []
-        self._hasher = get_request_block_hasher(block_size, sha256)
+        self._hasher = get_request_block_hasher(block_size * dcp, sha256)
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
 
     def _fill(self, worker: FerryWorker, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
-        shape, model = EngineShape(block_size=self.block_size), MODEL
+        shape, model = self._shape, MODEL
         if self.window:
             group = replace(MODEL.groups[0], residency=Residency("window", self.window))
             model = replace(MODEL, groups=(group,))
-        layout = RankLayout.build(model, shape, Rank(0, 0), blocks)
+        layout = RankLayout.build(model, shape, worker._place.rank, blocks)
         assert layout.total_bytes == memory.nbytes
         region = MemoryRegion(memory.ctypes.data, memory.nbytes)
         worker._sockets = Sockets()
@@ -310,16 +321,15 @@ class Modelless:
             end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
             tokens = [*request.prompt_token_ids, *self._own(request)]
             for position in range(end - count, end):
-                for memory in self.memories:
-                    written = token_bytes(tokens[position], position)
-                    self._slot(table, position, memory)[:] = written
+                for slot in self._slots(table, position):
+                    slot[:] = token_bytes(tokens[position], position)
             if end >= len(tokens):
-                read = [position for position, _ in in_window(tokens[:end], self.window)]
-                cache, *copies = (
-                    b"".join(self._slot(table, p, memory).tobytes() for p in read)
-                    for memory in self.memories
-                )
-                assert all(copy == cache for copy in copies), "replicas differ"
+                read = []
+                for position, _ in in_window(tokens[:end], self.window):
+                    first, *copies = (x.tobytes() for x in self._slots(table, position))
+                    assert all(copy == first for copy in copies), "replicas differ"
+                    read.append(first)
+                cache = b"".join(read)
                 sampled[request_id] = [zlib.crc32(cache) % 1000]
                 self._history.setdefault(request_id, []).append(sampled[request_id][0])
             else:
@@ -367,13 +377,17 @@ class Modelless:
     def _own(self, request: Request) -> list[int]:
         return self._history.get(request.request_id, [])
 
-    def _slot(
-        self, table: list[int], position: int, memory: np.ndarray | None = None
-    ) -> np.ndarray:
-        block, slot = table[position // self.block_size], position % self.block_size
+    def _slots(self, table: list[int], position: int) -> list[np.ndarray]:
+        """Where a token lies, on every worker that has it."""
+        there, turn = divmod(position, self._shape.dcp)
+        block, slot = table[there // self.block_size], there % self.block_size
         assert block > 0, "the null block is never used"
         start = (block * self.block_size + slot) * TOKEN_BYTES
-        return (self.memory if memory is None else memory)[start : start + TOKEN_BYTES]
+        return [
+            memory[start : start + TOKEN_BYTES]
+            for memory, mine in zip(self.memories, self._turns, strict=True)
+            if mine == turn
+        ]
 
     # What is left
 

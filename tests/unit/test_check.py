@@ -95,8 +95,9 @@ def test_what_is_around_the_keys() -> None:
     children = {"connectors": [{"kv_connector": "OffloadingConnector"}, child]}
     refused = check("MultiConnector", children, kv_connector_module_path=None)[1]
     assert len(refused) == 1 and refused[0].startswith("connectors[1]: port must be")
-    for text in ("{", "[1]", "@/no/such/file"):
-        assert runner.invoke(app, ["check", text]).exit_code == 1
+    for text, said in (("{", "as JSON"), ("[1]", "JSON object"), ("@/no/file", "/no/file cannot")):
+        result = runner.invoke(app, ["check", text])
+        assert result.exit_code == 1 and said in result.stdout
 
 
 def test_vllm_is_not_imported_and_can_be_later() -> None:

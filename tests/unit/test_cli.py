@@ -30,8 +30,10 @@ def test_plan_json_has_the_stable_keys() -> None:
 
 def test_plan_table_and_page(tmp_path: Path) -> None:
     page = tmp_path / "new" / "plan.html"
-    result = runner.invoke(app, [*PLAN, "--html", str(page)])
+    words = [*PLAN, "--link", "400Gbit", "--html", str(page)]
+    result = runner.invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout  # no number is cut
     assert "pp1 tp3" in result.stdout and "busiest rank" in result.stdout
     assert page.read_text().startswith("<!doctype html>")
 

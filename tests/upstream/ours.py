@@ -8,6 +8,10 @@ our connector gives: a ticket. A scheduler has no workers here, so it is told wh
 
 A test that makes none of our connectors proves nothing, and counts as failed. What became of each
 test goes to the file that `KVFERRY_OUTCOMES` names.
+
+The tests are those of the source tree that `VLLM_SRC` names; vLLM is the installed one. So it is
+imported, and finds its platform, before the tree is on the path. The tree has a vLLM of its own,
+and PyPI's sdist says in its metadata that it is not a CPU build.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 
 from tiny_models import llama_config
 
+assert current_platform.device_type  # and not "", as where vLLM found none
+sys.path.append(os.environ["VLLM_SRC"])
 CLASS = os.environ["KVFERRY_CLASS"]
 OUTCOMES = Path(os.environ["KVFERRY_OUTCOMES"])
 ROLES = ("kv_both", "kv_producer", "kv_consumer")

@@ -26,7 +26,7 @@ SOURCE = os.environ.get("VLLM_SRC", "")
 UNIT = Path(SOURCE, "tests/v1/kv_connector/unit")
 RUN_SECONDS = 300  # one class: about 100 tests, each with a scheduler of its own
 VERDICTS: dict[str, Any] = tomllib.loads((HERE / "verdicts.toml").read_text())
-CLASSES: list[str] = [one for group in VERDICTS["classes"].values() for one in group]
+CLASSES = sorted({one for group in VERDICTS["classes"].values() for one in group})
 ROLES: list[str] = VERDICTS["roles"]
 FAULTS = ("ours", "test")
 needs_checkout = pytest.mark.skipif(not SOURCE, reason="VLLM_SRC names no checkout of vLLM")
@@ -67,7 +67,7 @@ def expected_failures(name: str) -> set[tuple[str, str]]:
 def outcomes(name: str, folder: Path) -> dict[str, dict[str, str]]:
     """Run the tests in a process of their own: {test: {role: "passed", or how it failed}}."""
     told = folder / "outcomes.json"
-    paths = [ROOT / "src", ROOT / "tests/support", HERE, SOURCE]
+    paths = [ROOT / "src", ROOT / "tests/support", HERE]
     around = {
         **os.environ,
         "KVFERRY_CLASS": name,

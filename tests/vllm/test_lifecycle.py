@@ -742,6 +742,31 @@ def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int)
     assert p.told("holds_closed") and not any("expired" in end for end in p.told("holds_closed"))
 
 
+@pytest.mark.parametrize(
+    ("p_shape", "d_shape"),
+    [
+        ({"pcp": 2, "dcp": 2}, {}),
+        ({}, {"pcp": 2, "dcp": 2}),
+        ({"pcp": 2, "dcp": 2}, {"tp": 2, "pcp": 2, "dcp": 4}),  # tokens over all ranks
+        ({"tp": 2, "pcp": 2, "dcp": 2}, {"pcp": 3}),  # both tp ranks have each token
+    ],
+)
+def test_context_parallel_ranks_that_share_tokens_out(
+    make: Pairs, p_shape: dict[str, int], d_shape: dict[str, int]
+) -> None:
+    """With dcp beside pcp, a rank has some tokens alone: D's ranks read from all that have one."""
+    p = make("p", **p_shape)
+    d = make("d", **d_shape, block_size=8, blocks=128)
+    for seed, count in ((1, 5), (2, 150), (3, 64)):
+        tokens = prompt(seed, count)
+        d.add(f"d{seed}", tokens, 6, **prefilled(p, f"p{seed}", tokens))
+        run(p, d, until=lambda: f"d{seed}" in d.ended)  # noqa: B023
+        assert d.tokens[f"d{seed}"] == expected(tokens, 6)
+    assert loads(d) == 3 * len(d.memories)
+    run(p, d, until=lambda: not p.used_blocks, seconds=5)  # a lease is longer
+    assert {end for ends in p.told("holds_closed") for end in ends} == {"delivered"}
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize(
     ("window", "counts", "computed"),
@@ -766,6 +791,68 @@ def test_windows_in_smaller_blocks(
     assert here == computed and loads(d) == len(counts) - computed
     assert d.told("requests_computed_here") == [{"shape": 1}] * here
     assert not d.told("load_failures")
+
+
+def test_windows_before_the_workers_have_described_themselves(make: Pairs) -> None:
+    """Under a MultiConnector they do so with their first step. A request that is there before it
+    waits, and is then computed."""
+    p = make("p", window=40, block_size=16)
+    d = make("d", window=40, block_size=32, children=[child("FerryConnector")])
+    tokens = prompt(5, 160)
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3, 40)
+    assert "'shape': 1" in repr(d.stats) and "load_failures" not in repr(d.stats)
+
+
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+
+
+class TestRoles:
+    @pytest.mark.parametrize("style", ["NixlConnector", "NixlPushConnector"])
+    @pytest.mark.parametrize("role", ROLES)
+    def test_nixl_takes_prefills_and_decodes_in_every_role(
+        self, make: Pairs, style: str, role: str
+    ) -> None:
+        """As vLLM's own connectors of these names, which do not read it."""
+        options = {"connector": style, "role": role, "asynchronous": True}
+        p, d = make.pair(**options)
+        for there, here, seed in ((p, d, 1), (d, p, 2)):
+            tokens, name = prompt(seed, 70), f"{here.name}{seed}"
+            here.add(name, tokens, 3, **prefilled(there, name, tokens))
+            run(p, d, until=lambda: name in here.ended)  # noqa: B023
+            assert here.tokens[name] == expected(tokens, 3) and loads(here) == 1
+            # or vLLM would give a load blocks that a step in flight still writes
+            assert here.scheduler.defer_block_free and here.scheduler.requires_kv_delivery
+
+    @pytest.mark.parametrize("style", ["FerryConnector", "MooncakeConnector"])
+    def test_others_keep_to_their_role(self, make: Pairs, style: str) -> None:
+        tokens, ours = prompt(3, 40), {"connector": style, "bootstrap_port": 0}
+        p = make("p", role="kv_producer", **ours)
+        d = make("d", role="kv_consumer", **ours)
+        p.add("p", tokens, 2, **prefilled(d, "unheld", tokens, transfer_id="a"))
+        assert not d.params
+        held = prefilled(p, "held", tokens, transfer_id="b")
+        p.add("loads", tokens, 2, **held)
+        run(p, d, until=lambda: {"p", "loads"} <= p.ended.keys())
+        assert p.tokens["loads"] == expected(tokens, 2) and not loads(p)
+        d.add("d", tokens, 2, **held)  # its hold is not fetched otherwise
+        run(p, d, until=lambda: "d" in d.ended)
+        assert d.tokens["d"] == expected(tokens, 2)
+
+    def test_beside_others_a_role_counts(self, make: Pairs) -> None:
+        """There, vLLM's scheduler goes by the MultiConnector's role."""
+        one = {**child("NixlConnector"), "kv_role": "kv_producer"}
+        p, d = make("p"), make("d", children=[one], role="kv_producer")
+        run(d, until=lambda: d.ferry._described)
+        tokens = prompt(4, 40)
+        before = prefilled(p, "p", tokens)
+        d.add("d", tokens, 2, **before)
+        run(p, d, until=lambda: "d" in d.ended)
+        assert d.tokens["d"] == expected(tokens, 2) and "'loads'" not in repr(d.stats)
+        other = make("other", block_size=8, blocks=128)
+        other.add("o", tokens, 2, **before)
+        run(p, other, until=lambda: "o" in other.ended)
 
 
 def test_the_shape_of_an_engine_that_is_gone(make: Pairs) -> None:

@@ -39,7 +39,9 @@ def check(
     try:
         text = Path(config[1:]).read_text("utf-8") if config.startswith("@") else config
         transfer = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        found.append(f"{config[1:]} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
         found.append(f"the configuration cannot be read as JSON: {error}")
     else:
         if isinstance(transfer, dict):

@@ -87,7 +87,8 @@ def say(line: str) -> None:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
     """A table whose first `words` columns are words; all others are numbers."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
+    tight = len(head) > 9  # one space between columns, so that they fit a terminal of 80
+    made = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=tight)
     for index, title in enumerate(head):
         made.add_column(title, justify="left" if index < words else "right")
     for row in rows:

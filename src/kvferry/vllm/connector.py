@@ -63,6 +63,8 @@ from kvferry.vllm.worker import FerryWorker
 
 log = logging.getLogger("kvferry")
 
+# vLLM's NIXL connectors take prefills and decodes in every `kv_role`, so their stand-ins do.
+ROLELESS: tuple[Style, ...] = ("nixl", "push")
 # Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
 # log it, where they would wait eight minutes for a server that does not answer them.
 LOOKUP_SECONDS = 0.005  # that a step which computes nothing waits for a lookup: most take 1 to 4 ms
@@ -94,6 +96,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._make_handover(handover, schedules)
         if pool is not None:
             self._make_pool(pool, schedules)
+        if schedules and self.STYLE in ROLELESS:
+            # vLLM's scheduler reads the role after it has made its connector. Where requests load,
+            # it keeps blocks that a step in flight may still write.
+            vllm_config.kv_transfer_config.kv_role = "kv_both"
 
     @classmethod
     def _sections(cls, transfer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -473,7 +479,9 @@ class FerryScheduler:
         self.parts, self.config = parts, parts.config
         self._family, self._index = family, index
         self.engine_id = str(transfer.engine_id)
-        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._loads_by_role = transfer.is_kv_consumer
+        self._produces = transfer.is_kv_producer or parts.style in ROLELESS
+        self._consumes = transfer.is_kv_consumer or parts.style in ROLELESS
         self._first = child(incarnation(vllm_config), index)
         self._dp_rank = int(parallel.data_parallel_index)
         self._shape = (cache_rank(parallel, 0, 0, 0).tp, parallel.pipeline_parallel_size)
@@ -524,8 +532,14 @@ class FerryScheduler:
         return self.parts.orders.pending or self.consuming.unsettled or not self._handshakes
 
     def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """Descriptions from workers under a MultiConnector, which come with their first step."""
+        """Descriptions from workers under a MultiConnector, which come with their first step.
+
+        There, vLLM's scheduler reads the MultiConnector's role, which no child can change: a child
+        that was not to load does not.
+        """
         told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
+        if told:
+            self._consumes = self._loads_by_role
         self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
 
     def add_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:

@@ -58,6 +58,7 @@ class Consuming:
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _renewer: Renewer | None = None
     _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
+    _described: bool = False  # whether this engine's workers have said what they have
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
 
@@ -69,6 +70,7 @@ class Consuming:
 
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
         """This engine. With windows, not every prompt of every shape can be loaded."""
+        self._described = True
         if any(group.residency.kind in ("window", "chunk") for group in model.groups):
             self._windows = model, shape
 
@@ -200,6 +202,8 @@ class Consuming:
             same = self._adapted(request, wanted, wanted.lora)
             if not same:
                 return (None if same is None else 0), False
+        if self.parts.cut.windows and not self._described:
+            return None, False  # under a MultiConnector, workers do so with their first step
         if self._windows is not None and computed < wanted.ticket.tokens:
             loadable = self._loadable(request, wanted, computed, *self._windows)
             if not loadable:

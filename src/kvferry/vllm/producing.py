@@ -266,6 +266,7 @@ class PrefillCut:
     # of each table: blocks for speculation behind a state; None where tokens are kept, not a state
     scratch: tuple[int | None, ...] = ()
     cache_blocks: int = 0  # of this engine; 0: not known
+    windows: bool = False  # whether layers drop blocks that no later token reads
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> PrefillCut:
@@ -273,7 +274,10 @@ class PrefillCut:
         scratch = tuple(int(s.num_speculative_blocks) if is_state(s) else None for s in specs)
         has_states = any(blocks is not None for blocks in scratch)
         ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
-        return cls(max(int(has_states), ahead, 0), scratch, int(kv_cache_config.num_blocks))
+        spans = ("sliding_window", "attention_chunk_size")
+        windows = any(getattr(spec, span, None) for spec in specs for span in spans)
+        held_back, blocks = max(int(has_states), ahead, 0), int(kv_cache_config.num_blocks)
+        return cls(held_back, scratch, blocks, windows)
 
     def require_whole_prompts(self, siblings: Siblings) -> None:
         """Refuse siblings that would cut a prompt before us, or not as we do."""
