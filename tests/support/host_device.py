@@ -60,10 +60,6 @@ class Stream(Handle):
 
     rows_back = rows_out
 
-    def copy_many(self, dst: np.ndarray, src: np.ndarray, size: np.ndarray) -> None:
-        for to, of, count in zip(dst.tolist(), src.tolist(), size.tolist(), strict=True):
-            ctypes.memmove(to, of, count)
-
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
@@ -165,7 +161,6 @@ def use_bus(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevi
     patch.setattr(bus.xxh3, "warm", lambda device: None)
     there = types.SimpleNamespace(available=lambda: True, warm=lambda device: None)
     patch.setattr(bus, "kernels", there)
-    patch.setattr(bus, "driver", lambda: types.SimpleNamespace(has_batches=True))
     return found
 
 

@@ -65,6 +65,7 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
     def started(on_device: bool, *names: str) -> list[str]:
         worker = PoolWorker.__new__(PoolWorker)
         worker._rank, worker._orders, worker._on_device = Rank(), {}, on_device  # type: ignore[assignment]
+        worker._idle = False
         loads = [LoadOrder(name, (), {}, (), 1.0) for name in names]
         events.clear()
         worker.start(PoolOrders(loads=loads))

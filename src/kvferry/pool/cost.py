@@ -33,7 +33,7 @@ import numpy as np
 
 ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
 MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
-SPREAD = 1.5  # largest size by smallest; below, sizes are too alike to tell the fixed part
+SPREAD = 1.5  # second largest size by second smallest; below, sizes are too alike to tell the fixed part
 PREFILL_TOKENS = 16  # for each request of a step, on average; a request that decodes has fewer
 MOST_STEPS = 64  # sent and not over
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
@@ -192,7 +192,8 @@ class Line:
 
 def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
     through_zero = Fit(0.0, float(np.median(seconds / sizes)))
-    if sizes.max() < SPREAD * sizes.min():
+    ordered = np.sort(sizes)
+    if ordered[-2] < SPREAD * ordered[1]:  # so that a single odd observation decides nothing
         return through_zero
     one, other = np.triu_indices(len(sizes), 1)
     distance = sizes[other] - sizes[one]

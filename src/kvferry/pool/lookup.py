@@ -222,9 +222,11 @@ class LookupKeyServer:
 
     def _look_up(self, asked: LookupQuestion) -> LookupAnswer:
         chain, reader = asked.chain, self._reader
-        chain.cover(asked.tokens, asked.count)
         store = self._opened()
         self._registry.refresh(store, asked.deadline)
+        if self._begins_new(asked, store):
+            return LookupAnswer(layouts={x.id: x for x in self._registry.layouts})
+        chain.cover(asked.tokens, asked.count)
         name = (chain.signature(), asked.most_tokens)
         recent = self._recent.get(name)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
@@ -248,6 +250,29 @@ class LookupKeyServer:
             self._recent.popitem(last=False)
         return answer
 
+    def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
+        """Whether no layout has the first block of this sequence, which every hit needs where a
+        group keeps all tokens. So most new prompts cost one question, however long they are."""
+        chain, layouts, keys = asked.chain, self._registry.layouts, list[str]()
+        if all(need.residency.kind != "full" for need in self._reader.needs):
+            return False
+        spans = [kind.block_tokens + kind.ahead for layout in layouts for kind in layout.kinds]
+        chain.cover(asked.tokens, min(asked.count, max(spans)))
+        for layout in layouts:
+            full = {n.group for n in self._reader.needs if n.residency.kind == "full"}
+            tables = {kind.table for kind in layout.kinds if full & set(kind.groups)}
+            for fragment in layout.fragments:
+                if fragment.table in tables:
+                    contents = layout.contents(chain, fragment.table, 1)
+                    keys += object_keys(self._metadata, layout.id, fragment, contents)
+        if not keys:
+            return False
+        with self._counters.operation(StoreOperation("lookup_exists", len(keys))):
+            found = store.exists(keys, asked.deadline)
+            require_answers(found, keys)
+        self._counters.add("lookup_keys", len(keys))
+        return not found.any()
+
     def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
         """Tell the store about an answered request, once, so that its eviction can learn."""
         ours, align = self._registry.ours, self._reader.align_tokens
@@ -255,6 +280,7 @@ class LookupKeyServer:
         if not used or answer.hit.tokens < asked.most_tokens // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
         with self._guarded("the store did not hear of a request"):
+            asked.chain.cover(asked.tokens, asked.count)
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):
                 layout = answer.layouts.get(layout_id, ours)

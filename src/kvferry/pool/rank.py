@@ -117,6 +117,7 @@ class PoolRank:
         *,
         replica: int = 0,
         replicas: int = 1,
+        pace: LoadPace | None = None,
     ) -> None:
         """`replica` of `replicas`: this worker among those with the same rank and bytes."""
         self.counters = PoolCounters()
@@ -140,8 +141,9 @@ class PoolRank:
                 for base, region in zip(bases, layout.regions, strict=True)
             ]
         )
-        self._saver = Saver(store, self.counters)
-        self._loader = Loader(store, self.counters)
+        self._ended = threading.Event()  # a save or a load has, since this was cleared
+        self._saver = Saver(store, self.counters, self._ended)
+        self._loader = Loader(store, self.counters, self._ended, pace or LoadPace())
 
     def tell(self, scope: Scope) -> None:
         """Take the scope from which keys are made."""
@@ -168,8 +170,11 @@ class PoolRank:
         self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Leave the processor to loads, saves and lookups until a load has ended, or so long."""
-        self._loader.wait_done(seconds)
+        """Leave the processor to loads and saves that are under way until one has ended, or so
+        long."""
+        if self._loader.running or self._saver.running:
+            self._ended.wait(seconds)
+            self._ended.clear()
 
     def take(self) -> Ended:
         return Ended(
@@ -194,8 +199,13 @@ LONGEST_PAUSE_SECONDS = 8.0
 class Saver:
     """One thread that saves jobs in order."""
 
-    def __init__(self, store: Store, counters: PoolCounters) -> None:
+    def __init__(
+        self, store: Store, counters: PoolCounters, ended: threading.Event | None = None
+    ) -> None:
+        """ended  set when a job has ended"""
         self._store, self._counters = store, counters
+        self._ended = ended or threading.Event()
+        self._started = self._reported = 0  # jobs
         self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -204,6 +214,7 @@ class Saver:
 
     def start(self, order: SaveOrder, scope: RankScope, fence: Fence | None = None) -> None:
         """Take a job. `take_done` returns its report later."""
+        self._started += 1
         try:
             self._threads.submit(partial(self._run, order, scope, fence))
         except KvferryError as error:  # the next job tries again
@@ -211,10 +222,16 @@ class Saver:
             log.warning("nothing is saved to the pool: %s", error)
             self._end(order, _all_blocks(order))
 
+    @property
+    def running(self) -> bool:
+        """Whether a job has no report yet. For the thread that starts jobs and takes reports."""
+        return self._started > self._reported
+
     def take_done(self) -> list[Saved]:
         done = []
         while self._done:
             done.append(self._done.popleft())
+        self._reported += len(done)
         return done
 
     def stop(self) -> None:
@@ -244,6 +261,7 @@ class Saver:
     def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
         """Report the job, with the blocks that were not saved."""
         self._done.append(Saved(order.job_id, tuple(sorted(failed))))
+        self._ended.set()
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + self._pause_seconds
@@ -314,11 +332,22 @@ def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:
     return {(b.table, number) for b in order.tables for number in b.numbers}
 
 
-CHUNK_TOKENS = 2048  # read at a time; bounds memory for descriptors, and spreads work over threads
 HUNG_SECONDS = 2.0  # past its deadline; then a load counts as hung
-THREADS = 4
 MOST_LOADS = 64  # at once; each has a thread that waits for its chunks
 MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for the other threads, and fail
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPace:
+    """How loads ask the store."""
+
+    threads: int = 4
+    chunk_tokens: int = 2048  # asked for at a time; bounds memory, and spreads work over threads
+
+
+# A device that copies by itself needs few threads: they only take the interpreter's lock from each
+# other, and from the engine.
+DEVICE_PACE = LoadPace(threads=2, chunk_tokens=8192)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,14 +370,22 @@ class _Running:
 class Loader:
     """Runs loads. `take_done` reports each exactly once."""
 
-    def __init__(self, store: Store, counters: PoolCounters) -> None:
-        self._store, self._counters = store, counters
+    def __init__(
+        self,
+        store: Store,
+        counters: PoolCounters,
+        ended: threading.Event | None = None,
+        pace: LoadPace | None = None,
+    ) -> None:
+        """ended  set when a load has ended"""
+        self._ended = ended or threading.Event()
+        self._store, self._counters, self._pace = store, counters, pace or LoadPace()
         self._running: set[_Running] = set()
         self._done: deque[PoolLoaded] = deque()
         self._recovered: deque[str] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._crew = Threads("kvferry-load", THREADS, most_stuck=MOST_LOST_THREADS)
+        self._crew = Threads("kvferry-load", self._pace.threads, most_stuck=MOST_LOST_THREADS)
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     def start(self, order: LoadOrder, scope: RankScope, fence: Fence | None = None) -> None:
@@ -363,10 +400,9 @@ class Loader:
                 self._running.discard(running)
                 self._report(_failure(order, f"it did not begin: {error}"), raised=True)
 
-    def wait_done(self, seconds: float) -> None:
-        """Wait until a load has ended, at most `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._done, seconds)
+    @property
+    def running(self) -> bool:
+        return bool(self._running)
 
     def take_done(self) -> list[PoolLoaded]:
         now = time.monotonic()
@@ -437,6 +473,7 @@ class Loader:
     def _report(self, loaded: PoolLoaded, *, raised: bool = False) -> None:
         """Report a load, once: when it ends or hangs. Call it with the lock held."""
         self._done.append(loaded)
+        self._ended.set()
         self._counters.add("loads")
         self._counters.add("load_errors", int(raised))
         self._counters.add("loaded_bytes", loaded.bytes)
@@ -451,7 +488,8 @@ class Loader:
         if not order.segments:
             raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
-        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id))]
+        tokens = self._pace.chunk_tokens
+        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id), tokens)]
         try:
             for chunk in chunks:
                 read = partial(self._read, chunk, order.contents, tables, scope, deadline)
@@ -528,12 +566,12 @@ def _failure(order: LoadOrder, why: str) -> PoolLoaded:
     return PoolLoaded(order.request_id, why, bad_from=first)
 
 
-def _cut(segment: Segment, plan: ReadPlan) -> list[Segment]:
-    """Cut a segment into chunks that end where objects end."""
+def _cut(segment: Segment, plan: ReadPlan, tokens: int) -> list[Segment]:
+    """Cut a segment into chunks of so many tokens that end where objects end."""
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    step = max(span, CHUNK_TOKENS // span * span)
+    step = max(span, tokens // span * span)
     cuts = [*range(segment.start // step * step + step, segment.stop, step)]
     bounds = [segment.start, *cuts, segment.stop]
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]

@@ -4,8 +4,8 @@
 The processor touches no byte. There are two ways:
 
     direct   runs of `DIRECT_BYTES` or more, all of one length, that make up whole objects: the
-             device's copy engine moves each run from or to its place, and two kernels hash the runs
-             where they lie
+             device's copy engine moves runs from or to their places, many with one copy where they
+             lie at equal distances, and two kernels hash them where they lie
     staged   all others: a kernel brings an object's runs together on the device, or puts them in
              their places, and the copy engine moves whole objects. They go in pieces, through two
              halves of device memory that take turns: while one crosses the bus, the kernels work on
@@ -46,7 +46,6 @@ from kvferry.carriers.cuda.driver import (
     CudaStream,
     Device,
     device,
-    driver,
     place_of,
 )
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept
@@ -56,7 +55,8 @@ from kvferry.errors import TransferError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
-DIRECT_BYTES = 16 << 10  # below, the copy engine's cost of a copy is more than what it moves
+DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
+COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
 SCRATCH_BYTES = 33 << 20  # of sums: for 256 MiB that are hashed together, and some short objects
 LANES = 4  # two loads, and two parts of a save; each has 34 MiB of device memory, staged 98
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
@@ -83,14 +83,20 @@ class BusObjects:
     def __len__(self) -> int:
         return len(self.place)
 
-    def run_bytes(self) -> int:
-        """The length of all runs, where they are alike and make up whole objects; else 0."""
-        size, runs = int(self.size[0]), np.cumsum(self.runs)
-        if size % xxh3.BLOCK_BYTES or int(np.bitwise_or.reduce(self.address)) % 16:
-            return 0
-        number = np.arange(len(self.size)) - np.repeat(runs - self.runs, self.runs)
-        even = (self.size == size).all() and (self.offset == number * size).all()
-        return size if bool(even and (self.length == self.runs * size).all()) else 0
+    def are_even(self, least: int) -> bool:
+        """Whether all have as many runs, of one length of at least so many bytes, and nothing else;
+        as kernels hash them."""
+        size, runs, count = int(self.size[0]), int(self.runs[0]), len(self)
+        if size < least or size % xxh3.BLOCK_BYTES or runs * count != len(self.size):
+            return False
+        even = (self.runs == runs).all() and (self.size == size).all()
+        even = even and (self.length == runs * size).all()
+        offset = self.offset.reshape(count, runs)
+        return bool(
+            even
+            and (offset == np.arange(runs) * size).all()
+            and int(np.bitwise_or.reduce(self.address)) % 16 == 0
+        )
 
 
 def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
@@ -129,7 +135,6 @@ class Bus:
         self._lanes, self._most = 0, lanes
         self._closed = False
         self._pins: _Pins | None = None
-        self._direct = driver().has_batches
 
     def warm(self) -> None:
         """Compile the kernels and make a lane now, so that no request waits for them."""
@@ -178,33 +183,31 @@ class Bus:
             raise TransferError(f"{len(objects)} objects are too many at a time")
         if time.monotonic() > deadline:
             raise TransferError("objects were not moved in time")
-        run_bytes = self._direct_run_bytes(objects)
         starts = self._pins.starts if self._pins is not None else []
+        rows = self._direct_rows(objects, starts)
         lane = self._take(deadline)
         try:
             with self.device.current():
-                if run_bytes:
-                    try:
-                        lane.queue_direct(objects, chunk_bytes, run_bytes, starts, outward=outward)
-                        return Crossing(self, lane)
-                    except TransferError as error:
-                        log.warning("objects are staged from now on: %s", error)
-                        self._direct = False
-                lane.queue_staged(
-                    objects, chunk_bytes, self._memory, starts, deadline, outward=outward
-                )
+                if rows:
+                    lane.queue_direct(objects, chunk_bytes, rows, outward=outward)
+                else:
+                    lane.queue_staged(
+                        objects, chunk_bytes, self._memory, starts, deadline, outward=outward
+                    )
         except BaseException:
             self._give(lane)
             raise
         return Crossing(self, lane)
 
-    def _direct_run_bytes(self, objects: BusObjects) -> int:
-        """The length of all runs; 0: these objects must be staged."""
-        if self._pins is None or not self._direct or len(objects.size) > MOST_RUNS:
-            return 0
+    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> list[Row]:
+        """Copies between the runs' places; none: these objects must be staged."""
+        if self._pins is None or not len(objects) or len(objects.size) > MOST_RUNS:
+            return []
         low, high = int(objects.place.min()), int((objects.place + objects.length).max())
-        run_bytes = objects.run_bytes() if self._pins.holds(low, high) else 0
-        return run_bytes if run_bytes >= DIRECT_BYTES else 0
+        if not self._pins.holds(low, high) or not objects.are_even(DIRECT_BYTES):
+            return []
+        rows = list(_run_rows(objects, starts))
+        return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else []
 
     def _take(self, deadline: float) -> _Lane:
         with self._changed:
@@ -312,8 +315,7 @@ class _Lane:
         self,
         objects: BusObjects,
         chunk_bytes: int,
-        run_bytes: int,
-        starts: Sequence[int],
+        rows: Sequence[Row],
         *,
         outward: bool,
     ) -> None:
@@ -323,16 +325,16 @@ class _Lane:
         self._host[self._runs_at : self._runs_at + len(objects.size)] = objects.address
         begins = np.cumsum(objects.length) - objects.length
         total = self._write_chunks(objects.length, chunk_bytes, chunks, begins)
-        place = np.repeat(objects.place, objects.runs) + objects.offset
-        here, there, size = _split(place, objects.address, objects.size, starts)
-        stream, bus = self._buffers.stream, self._bus
+        stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
         try:
             if outward:
-                bus.copy_many(here, there, size)
+                for place, pitch, run, run_pitch, width, count in rows:
+                    bus.rows_out(place, pitch, run, run_pitch, width, count)
             else:
-                bus.copy_many(there, here, size)
+                for place, pitch, run, run_pitch, width, count in rows:
+                    bus.rows_back(run, run_pitch, place, pitch, width, count)
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
             self._upload(total)
@@ -564,27 +566,6 @@ def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:
     return cuts
 
 
-def _split(
-    place: Ints, address: Ints, size: Ints, starts: Sequence[int]
-) -> tuple[Ints, Ints, Ints]:
-    """Copies between these places on the host and addresses on the device, cut where one
-    registration ends and another begins. Registrations are longer than a copy."""
-    borders = np.asarray(starts, dtype=np.int64)
-    at = np.searchsorted(borders, place, side="right")
-    cut = np.flatnonzero(np.searchsorted(borders, place + size - 1, side="right") != at)
-    if not len(cut):
-        return place, address, size
-    left = borders[at[cut]] - place[cut]
-    size = size.copy()
-    rest = size[cut] - left
-    size[cut] = left
-    return (
-        np.concatenate((place, place[cut] + left)),
-        np.concatenate((address, address[cut] + left)),
-        np.concatenate((size, rest)),
-    )
-
-
 Row = tuple[int, int, int, int, int, int]  # host, pitch, device, pitch, bytes of a row, rows
 
 
@@ -625,6 +606,50 @@ def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Itera
         else:
             pitches = int(step[first]), int(slot_step[first])
             yield int(place[first]), pitches[0], int(slot[first]), pitches[1], width, last - first
+        first = last
+
+
+def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Row]:
+    """Copies between the runs of even objects and the objects' places.
+
+    Objects whose runs and places lie at equal distances go together, a copy for each run of an
+    object; others by themselves, a copy each where their runs lie at equal distances.
+    """
+    size, runs = int(objects.size[0]), int(objects.runs[0])
+    address, place = objects.address.reshape(len(objects), runs), objects.place
+    offsets = address - address[:, :1]
+    alike = (offsets == offsets[0]).all(axis=1)
+    step, place_step = np.diff(address[:, 0]), np.diff(place)
+    follows = alike[1:] & alike[:-1] & (step >= size) & (step <= MOST_PITCH)
+    follows &= (place_step >= size) & (place_step <= MOST_PITCH)
+    borders = np.asarray(starts, dtype=np.int64)
+    begin_in = np.searchsorted(borders, place, side="right")
+    whole = begin_in == np.searchsorted(borders, place + objects.length - 1, side="right")
+    follows &= whole[1:] & whole[:-1] & (begin_in[1:] == begin_in[:-1])
+    same = follows[1:] & (step[1:] == step[:-1]) & (place_step[1:] == place_step[:-1])
+    first, count = 0, len(objects)
+    while first < count:
+        last = first + 1
+        if last < count and follows[first]:
+            broken = np.flatnonzero(~same[first:])
+            last = min(count, first + 2 + (int(broken[0]) if len(broken) else count))
+        together = last - first
+        pitch = int(offsets[first, 1]) if runs > 1 else size
+        strided = bool((offsets[first] == np.arange(runs) * pitch).all())
+        strided = strided and size <= pitch <= MOST_PITCH
+        if together > 1 and (together > runs or not strided):
+            gaps = int(place_step[first]), int(step[first])
+            for run in range(runs):
+                to = int(place[first]) + run * size
+                yield to, gaps[0], int(address[first, run]), gaps[1], size, together
+        else:
+            for at in range(first, last):
+                if strided and whole[at] and alike[at]:
+                    yield int(place[at]), size, int(address[at, 0]), pitch, size, runs
+                else:
+                    for run in range(runs):
+                        to = int(place[at]) + run * size
+                        yield from _one(to, int(address[at, run]), size, starts)
         first = last
 
 

@@ -41,7 +41,6 @@ _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_DEFAULT, _EVENT_BLOCKING, _EVENT_DISABLE_TIMING = 0, 1, 2
 _CAPTURE_RELAXED = 2
-_IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
 _FUNCTION_MAX_SHARED = 8
 
 
@@ -71,17 +70,6 @@ class _Rows(ctypes.Structure):
     ] + [("width", c_size_t), ("height", c_size_t)]
 
 
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes of cuda.h."""
-
-    _fields_ = [
-        ("order", c_int),
-        ("src_hint", c_int * 2),
-        ("dst_hint", c_int * 2),
-        ("flags", c_uint),
-    ]
-
-
 class _IpcHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
 
@@ -106,7 +94,6 @@ class Driver:
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
         self.copy_rows = self._typed("cuMemcpy2DAsync_v2", c_void_p, c_void_p, keeping=False)
-        self.has_batches = hasattr(library, "cuMemcpyBatchAsync")  # since CUDA 12.8
 
     def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
         call = getattr(self._keeping if keeping else self._library, name)
@@ -379,22 +366,6 @@ class CudaStream:
                 width=width,
                 height=rows,
             )
-        )
-
-    def copy_many(self, dst: Any, src: Any, size: Any) -> None:
-        """Copies between memories that the device knows, by its copy engine; three arrays of 64-bit
-        integers, which are read before this returns."""
-        attributes = _CopyAttributes(order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
-        first, failed = c_size_t(0), c_size_t(0)
-        self._driver.call(
-            "cuMemcpyBatchAsync",
-            *(c_void_p(array.ctypes.data) for array in (dst, src, size)),
-            c_size_t(len(size)),
-            byref(attributes),
-            byref(first),
-            c_size_t(1),
-            byref(failed),
-            self.handle,
         )
 
     def _copy_rows(self, rows: _Rows) -> None:

@@ -33,9 +33,10 @@ from kvferry.pool.wrappers import StagedStore
 
 log = logging.getLogger("kvferry")
 T = TypeVar("T")
-# While the objects of one part cross the bus, the extents of the next one are reserved.
+# While the objects of one part cross the bus, those of the next one are found or reserved.
 PART_OBJECTS = 128
 PART_BYTES = 1 << 30
+PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
 
 
 class DeviceStore(StagedStore):
@@ -46,6 +47,7 @@ class DeviceStore(StagedStore):
         self._embedded, self._bus = store, bus
         threading.Thread(target=self._warm, name="kvferry-pool-warm", daemon=True).start()
         arena = store.arena_memory
+        self._part_bytes = min(PART_BYTES, arena.bytes // PART_SHARE)
         store.before_unmapping(bus.close)
         bus.pin(arena.address, arena.bytes, store.back_memory)
 
@@ -63,7 +65,7 @@ class DeviceStore(StagedStore):
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
-            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, PART_BYTES):
+            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
                 put = _Put(self._embedded, keys[part], sizes[part], good[part], deadline)
                 under_way.callback(put.close)
                 put.begin(self._bus, objects[part], deadline)
@@ -92,30 +94,21 @@ class DeviceStore(StagedStore):
 
     def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
         """Which objects are in their places."""
-        done = np.zeros(len(keys), dtype=bool)
         good = np.array(inside(self._regions, wanted), dtype=bool)
-        with self._embedded.lending(keys) as lent:
-            which = np.flatnonzero(lent.there & good)
-            which = which[_fits(wanted, lent, which)]
-            if not len(which):
-                return done
-            some = [wanted[i] for i in which.tolist()]
-            moved = BusObjects(
-                lent.place[which],
-                lent.length[which],
-                np.array([len(w.length) for w in some], dtype=np.int64),
-                np.concatenate([w.offset for w in some]),
-                np.concatenate([w.address for w in some]),
-                np.concatenate([w.length for w in some]),
-            )
-            found = self._bus.back(moved, CHUNK_BYTES, deadline).finish()
-            expected = np.concatenate([lent.sums[i] for i in which.tolist()])
-            counts = hashes_of(moved.length, CHUNK_BYTES)
-            right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
-            which = which[right & lent.still(which)]
-            lent.used(which)
-        done[which] = True
-        return done
+        done: list[Bools] = []
+        before: _Get | None = None
+        with contextlib.ExitStack() as under_way:
+            for first in range(0, len(keys), PART_OBJECTS):
+                part = slice(first, first + PART_OBJECTS)
+                get = _Get(self._embedded, keys[part])
+                under_way.callback(get.close)
+                get.begin(self._bus, wanted[part], good[part], deadline)
+                if before is not None:
+                    done.append(before.end())
+                before = get
+            if before is not None:
+                done.append(before.end())
+        return np.concatenate(done) if done else np.zeros(0, dtype=bool)
 
 
 class _Put:
@@ -168,6 +161,58 @@ class _Put:
 
     def close(self) -> None:
         """Idempotent. Nothing crosses any more when extents are given back."""
+        if self._crossing is not None:
+            self._crossing.close()
+            self._crossing = None
+        self._open.close()
+
+
+class _Get:
+    """A part of a batch: objects are found, cross the bus, and are compared with their headers."""
+
+    def __init__(self, store: EmbeddedStore, keys: Sequence[str]) -> None:
+        self._open = contextlib.ExitStack()
+        self._lent: Lent = self._open.enter_context(store.lending(keys))
+        self._which: Ints = np.zeros(0, dtype=np.int64)
+        self._crossing: Crossing | None = None
+
+    def begin(self, bus: Bus, wanted: Sequence[Slices], good: Bools, deadline: float) -> None:
+        lent = self._lent
+        which = np.flatnonzero(lent.there & good)
+        which = which[_fits(wanted, lent, which)]
+        if not len(which):
+            return
+        some = [wanted[i] for i in which.tolist()]
+        moved = BusObjects(
+            lent.place[which],
+            lent.length[which],
+            np.array([len(w.length) for w in some], dtype=np.int64),
+            np.concatenate([w.offset for w in some]),
+            np.concatenate([w.address for w in some]),
+            np.concatenate([w.length for w in some]),
+        )
+        self._crossing, self._which = bus.back(moved, CHUNK_BYTES, deadline), which
+
+    def end(self) -> Bools:
+        """Wait for it; which objects are in their places."""
+        lent, which, crossing = self._lent, self._which, self._crossing
+        done = np.zeros(len(lent.rows), dtype=bool)
+        try:
+            if crossing is not None:
+                self._crossing = None
+                found = crossing.finish()
+                expected = np.concatenate([lent.sums[i] for i in which.tolist()])
+                counts = hashes_of(lent.length[which], CHUNK_BYTES)
+                right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
+                which = which[right & lent.still(which)]
+                lent.used(which)
+                done[which] = True
+        finally:
+            self.close()
+        return done
+
+    def close(self) -> None:
+        """Idempotent."""
         if self._crossing is not None:
             self._crossing.close()
             self._crossing = None

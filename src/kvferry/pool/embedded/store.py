@@ -88,7 +88,7 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 # barrier, and Python has none.
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
-PART_SHARE = 8  # of the memory: a put writes so much at a time, because objects in writing stay
+PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
 PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
 LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away

@@ -21,7 +21,7 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
-from kvferry.pool.rank import Fence, PoolRank
+from kvferry.pool.rank import DEVICE_PACE, Fence, PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
@@ -29,13 +29,16 @@ from kvferry.vllm.describe import describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
 from kvferry.vllm.metrics import taken
 from kvferry.vllm.pool.config import PoolConfig
-from kvferry.vllm.worker import IDLE_STEP_SECONDS, memory_of, on_gpu
+from kvferry.vllm.worker import memory_of, on_gpu
 
 log = logging.getLogger("kvferry")
 
 # An engine's thread that queues kernels keeps the interpreter's lock for so long (Python's default:
 # 5 ms), each time that a thread of the pool wants it to queue a copy, which takes microseconds.
 SWITCH_SECONDS = 0.001
+# Of a step that computes nothing while the store works: new requests wait so long at most, and the
+# store's threads have the interpreter to themselves.
+STEP_SECONDS = 0.004
 
 
 class PoolWorker:
@@ -53,7 +56,7 @@ class PoolWorker:
         self._invalid: set[int] = set()
         self._prefix_tokens = 0  # in a block, where a failed load's valid prefix can be told
         self._on_device = False
-        self._idle = False
+        self._idle = self._was_idle = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         me = this_place(self._vllm.parallel_config)
@@ -84,7 +87,13 @@ class PoolWorker:
             regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
             store = _staged(store, regions, self.config.checked, self._on_device)
         self._rank = PoolRank(
-            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
+            store,
+            described.model,
+            layout,
+            bases,
+            replica=me.replica,
+            replicas=me.replicas,
+            pace=DEVICE_PACE if staged else None,
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
@@ -109,7 +118,7 @@ class PoolWorker:
         """Begin a step's loads. Its saves wait until the step has computed their blocks."""
         if self._rank is None:
             return
-        self._idle = idle
+        self._idle, self._was_idle = idle, self._idle
         if orders.scope is not None:
             self._rank.tell(orders.scope)
         # vLLM gives blocks away that a step under way still writes, unless the engine consumes
@@ -150,8 +159,9 @@ class PoolWorker:
         results = KVConnectorTransferResults()
         if self._rank is None:
             return results
-        if self._idle:
-            self._rank.wait_done(IDLE_STEP_SECONDS)
+        # after a step that computes, the engine waits for its results, and must not wait here
+        if self._idle and self._was_idle:
+            self._rank.wait_done(STEP_SECONDS)
         ended = self._rank.take()
         for loaded in ended.loaded:
             order = self._orders.pop(loaded.request_id)
