@@ -33,7 +33,7 @@ import numpy as np
 
 ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
 MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
-SPREAD = 1.5  # second largest size by second smallest; below, sizes are too alike to tell the fixed part
+SPREAD = 1.5  # second largest size by second smallest; below, they do not tell the fixed part
 PREFILL_TOKENS = 16  # for each request of a step, on average; a request that decodes has fewer
 MOST_STEPS = 64  # sent and not over
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
