@@ -117,7 +117,7 @@ class SmallEngine:
                 if len(self.ends[loaded.request_id]) == len(self.ranks):
                     self.scheduler.load_over(loaded.request_id)
 
-    def until(self, done: Callable[[], bool], seconds: float = 15.0) -> None:
+    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < deadline, "it hangs"

@@ -416,7 +416,8 @@ def test_a_store_without_room(pair: Pair, outcome: Outcome) -> None:
     assert sum(c["save_dropped"] for c in counters) > 0
     pair.faults.clear()
     assert writer.matched("w3", tokens) == 0
-    time.sleep(rank_module.FIRST_PAUSE_SECONDS)
+    ends = max(rank._saver._paused_until for rank in writer.ranks.values())
+    wait_until(lambda: time.monotonic() >= ends)
     writer.save("w4", tokens)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 

@@ -83,11 +83,6 @@ class LookupQuestion:
     answer: LookupAnswer | None = None
     given_at: float | None = None  # when the scheduler got the answer
 
-    @property
-    def most_tokens(self) -> int:
-        """Of a hit: at least one token has to be computed."""
-        return self.count - 1
-
 
 class LookupKeyServer:
     """One thread with one store. `ask` returns at once; the thread sets the question's answer."""
@@ -222,12 +217,13 @@ class LookupKeyServer:
 
     def _look_up(self, asked: LookupQuestion) -> LookupAnswer:
         chain, reader = asked.chain, self._reader
+        most = reader.most_tokens(asked.count)
         store = self._opened()
         self._registry.refresh(store, asked.deadline)
         if self._begins_new(asked, store):
             return LookupAnswer(layouts={x.id: x for x in self._registry.layouts})
         chain.cover(asked.tokens, asked.count)
-        name = (chain.signature(), asked.most_tokens)
+        name = (chain.signature(), most)
         recent = self._recent.get(name)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
@@ -240,10 +236,10 @@ class LookupKeyServer:
             found = store.exists(keys, asked.deadline)
             require_answers(found, keys)
         held = held_blocks(parts, found)
-        hit = longest_hit(reader, held, asked.most_tokens)
+        hit = longest_hit(reader, held, most)
         saved = covered_prefix(held, reader.layout_id)
         answer = LookupAnswer(hit, tuple(held), {x.id: x for x in layouts}, saved)
-        if hit.tokens < asked.most_tokens // reader.align_tokens * reader.align_tokens:
+        if hit.tokens < most // reader.align_tokens * reader.align_tokens:
             return answer  # there may be more of it in a moment, and then a request gets all
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
@@ -276,8 +272,9 @@ class LookupKeyServer:
     def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
         """Tell the store about an answered request, once, so that its eviction can learn."""
         ours, align = self._registry.ours, self._reader.align_tokens
+        most = self._reader.most_tokens(asked.count)
         used = {s.layout_id for s in answer.hit.segments}
-        if not used or answer.hit.tokens < asked.most_tokens // align * align:
+        if not used or answer.hit.tokens < most // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
         with self._guarded("the store did not hear of a request"):
             asked.chain.cover(asked.tokens, asked.count)

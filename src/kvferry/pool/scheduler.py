@@ -5,8 +5,9 @@ A request is tracked from its first lookup to its end, through chunked prefill, 
 abort.
 
 - *match*: how many tokens beyond the local ones the pool has, in whole blocks. The last token is
-  never among them, because one has to be computed. `None` while the lookup is under way. 0 where
-  computing is faster (`kvferry.pool.cost`), which is counted once the request has blocks.
+  among them only if the engine computes it again: one has to be computed. `None` while the lookup
+  is under way. 0 where computing is faster (`kvferry.pool.cost`), which is counted once the request
+  has blocks.
 - *load*: ordered once the request has blocks. After a failed load, the request never matches again.
   A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
   the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
@@ -93,10 +94,14 @@ class PoolScheduler:
         ranks: int,
         *,
         full_residency: bool = False,
+        computes_last_again: bool = False,
     ) -> None:
         """Begin, once all ranks have described themselves.
 
-        full_residency  the engine keeps every block, also of layers with a window
+        full_residency       the engine keeps every block, also of layers with a window
+        computes_last_again  where all tokens of a sequence were loaded, the engine computes the
+                             last one again. That is right for all but states, which would advance
+                             twice
         """
         self._ours, self._ranks = ours, ranks
         groups = ours.model.groups
@@ -106,7 +111,8 @@ class PoolScheduler:
             for g, span in zip(groups, spans, strict=True)
         ]
         self.align_tokens = lcm(*spans)
-        self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id)
+        leaves_last = not computes_last_again or any(group.is_state for group in groups)
+        self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id, leaves_last)
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
         }
@@ -189,7 +195,7 @@ class PoolScheduler:
         tracker.final = 0  # it has no blocks, or none any more
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
-        most = len(tokens) - 1
+        most = self._reader.most_tokens(len(tokens)) if self._client is not None else 0
         if (
             self._client is None
             or not self.limits.lookup

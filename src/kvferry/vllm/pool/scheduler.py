@@ -84,7 +84,13 @@ class VllmPoolScheduler:
         meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
         metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
         workers = len(ranks) * replicas(self._vllm.parallel_config)
-        self.pool.start(metadata, layout, workers, full_residency=shape.full_residency)
+        self.pool.start(
+            metadata,
+            layout,
+            workers,
+            full_residency=shape.full_residency,
+            computes_last_again=True,
+        )
         log.info(
             "kvferry: the pool's namespace is %s, our layout %s (%s)",
             metadata.namespace,
