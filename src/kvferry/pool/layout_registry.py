@@ -363,7 +363,7 @@ def plan_read(theirs: PoolLayout, model: CacheModel, ours: RankLayout) -> ReadPl
     return ReadPlan(theirs, ours, tuple(plans))
 
 
-REFRESH_SECONDS = 2.0  # a new layout is noticed within this time
+REFRESH_SECONDS = 0.5  # a new layout is noticed within this time, if a request comes
 
 
 class LayoutRegistry:
