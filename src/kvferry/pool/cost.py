@@ -5,10 +5,11 @@ Both costs are learned from what this engine does anyway, as `fixed + slope * si
 
 - *computing*: a step that is mostly prefill, by its tokens. A step begins when the scheduler sends
   it, or when the step before it is over, if that is later: engines send steps ahead. So time in
-  which the engine has nothing to do counts for nothing. A request needs one step in any case, so
-  only the slope counts against a load. Attention makes later tokens of a long prompt dearer, and a
-  prompt may need several steps: for long prompts the estimate is too low, which means that in doubt
-  they are computed.
+  which the engine has nothing to do counts for nothing. A request needs one step in any case. After
+  a load of the whole prompt that is a step of one token, which engines run much faster (as a CUDA
+  graph), so steps that decode are learned too. Attention makes later tokens of a long prompt
+  dearer, and a prompt may need several steps: for long prompts the estimate is too low, which means
+  that in doubt they are computed.
 - *loading*: the seconds of the slowest rank, by bytes over all ranks. Loads share a bus. A load
   waits for what is under way, so the queue's bytes are added to its own. For the same reason, only
   a load that leaves nothing under way teaches something: it took as long as all loads that ended
@@ -49,12 +50,16 @@ class LoadChoice:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.steps, self.loads = StepCost(clock), LoadCost(clock)
 
-    def why_not(self, tokens: int, load_bytes: int) -> Reason:
-        """Why these tokens are better computed; empty: load them."""
-        computing = self.steps.seconds(tokens)
-        alone = self.loads.seconds(load_bytes)
-        if computing is None or alone is None:
+    def why_not(self, tokens: int, load_bytes: int, rest: int = PREFILL_TOKENS) -> Reason:
+        """Why these tokens are better computed; empty: load them.
+
+        rest  tokens of the prompt after them, which are computed in any case; 0 and 1 mean the last
+        """
+        alone, whole = self.loads.seconds(load_bytes), self.steps.seconds(tokens + rest)
+        after = self.steps.seconds(rest)
+        if alone is None or whole is None or after is None:
             return ""
+        computing = whole - after  # what the load must beat
         if alone >= computing:
             return "" if self.loads.idle_seconds() >= RETRY_SECONDS else "slower"
         behind = self.loads.seconds(self.loads.queued_bytes + load_bytes)
@@ -66,14 +71,18 @@ class StepCost:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)  # when, and its tokens
+        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)  # when, tokens; decode: < 0
         self._last_end = -math.inf
         self._line = Line()
+        self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
-        """Ranks get a step. Without enough tokens for its requests, it teaches nothing."""
-        prefill = tokens >= PREFILL_TOKENS * max(1, requests)
-        self._sent.append((self._clock(), tokens if prefill else 0))
+        """Ranks get a step. One that prefills a little and decodes much teaches nothing."""
+        if tokens == requests:
+            tokens = -tokens  # all decode
+        elif tokens < PREFILL_TOKENS * requests:
+            tokens = 0
+        self._sent.append((self._clock(), tokens))
 
     def over(self) -> None:
         """The results of the oldest step that was sent are back."""
@@ -81,13 +90,22 @@ class StepCost:
             return
         now = self._clock()
         sent, tokens = self._sent.popleft()
-        self._line.add(tokens, now - max(sent, self._last_end), now)
+        seconds = now - max(sent, self._last_end)
         self._last_end = now
+        if tokens > 0:
+            self._line.add(tokens, seconds, now)
+        elif tokens < 0 and 0 < seconds < math.inf:
+            self._decode.append(seconds)
 
     def seconds(self, tokens: int) -> float | None:
-        """For so many tokens more in a step; None: not known yet."""
+        """Of a step with so many tokens of a request; None: not known yet."""
         fit = self._line.fit()
-        return fit.slope * tokens if fit is not None else None
+        if fit is None:
+            return None
+        prefill = fit.fixed + fit.slope * tokens
+        if tokens > 1 or not self._decode:
+            return prefill
+        return min(prefill, float(np.median(self._decode)))
 
 
 @dataclass(slots=True)

@@ -212,17 +212,17 @@ class PoolScheduler:
         spec = LoadSpec(hit, computed, answer.layouts)
         if spec.tokens < 1:
             return 0
-        tracker.declined = self._why_not(spec)
+        tracker.declined = self._why_not(spec, len(tokens) - hit.tokens)
         if tracker.declined:
             return 0
         tracker.load = spec
         return spec.tokens
 
-    def _why_not(self, spec: LoadSpec) -> str:
-        """Why a hit is computed instead; empty: it is loaded."""
+    def _why_not(self, spec: LoadSpec, rest: int) -> str:
+        """Why a hit is computed instead; empty: it is loaded. `rest`: tokens after it."""
         least = self.limits.min_load_tokens
         if least == "auto":
-            return self.choice.why_not(spec.tokens, self._bytes_of(spec.hit.segments))
+            return self.choice.why_not(spec.tokens, self._bytes_of(spec.hit.segments), rest)
         return "short" if spec.tokens < least else ""
 
     def _bytes_of(self, segments: Iterable[Segment]) -> int:

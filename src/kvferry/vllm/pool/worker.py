@@ -7,7 +7,6 @@ It registers the cache's memory with the store, passes orders on, and reports ea
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -33,12 +32,9 @@ from kvferry.vllm.worker import memory_of, on_gpu
 
 log = logging.getLogger("kvferry")
 
-# An engine's thread that queues kernels keeps the interpreter's lock for so long (Python's default:
-# 5 ms), each time that a thread of the pool wants it to queue a copy, which takes microseconds.
-SWITCH_SECONDS = 0.001
 # Of a step that computes nothing while the store works: new requests wait so long at most, and the
 # store's threads have the interpreter to themselves.
-STEP_SECONDS = 0.004
+STEP_SECONDS = 0.002
 
 
 class PoolWorker:
@@ -73,8 +69,6 @@ class PoolWorker:
                 'which is what the embedded store moves, and what checksums need; use "store": '
                 '"mooncake" without "checksums"'
             )
-        if self._on_device:
-            sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         layout, bases = described.layout, described.bases
         groups = described.model.groups
         if layout.tables == 1 and all(
