@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from kvferry.carriers.cuda import bus, kernels, staging, stream
-from kvferry.carriers.cuda.driver import CudaError, DevicePlace
+from kvferry.carriers.cuda.driver import CudaError, DevicePlace, Rows
 
 OUT_OF_MEMORY = 2
 made: list[Any] = []  # streams and events that were not destroyed
@@ -52,13 +52,21 @@ class Stream(Handle):
 
     copy_at_once = copy
 
-    def rows_out(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
-    ) -> None:
-        for row in range(rows):
-            ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+    def rows_out(self, rows: Rows, *, waits: bool = False) -> None:
+        for row in range(rows.height):
+            host, device = (
+                rows.host + row * rows.host_pitch,
+                rows.device + row * rows.device_pitch,
+            )
+            ctypes.memmove(host, device, rows.width)
 
-    rows_back = rows_out
+    def rows_back(self, rows: Rows, *, waits: bool = False) -> None:
+        for row in range(rows.height):
+            host, device = (
+                rows.host + row * rows.host_pitch,
+                rows.device + row * rows.device_pitch,
+            )
+            ctypes.memmove(device, host, rows.width)
 
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)

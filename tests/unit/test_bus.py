@@ -19,6 +19,7 @@ from host_device import HostDevice
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing
+from kvferry.carriers.cuda.driver import Rows
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.errors import TransferError
 from kvferry.pool.embedded import device
@@ -121,9 +122,9 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     rows: list[tuple[int, int]] = []
     plain = host_device.Stream.rows_out
 
-    def counted(self: object, *numbers: int) -> None:
-        rows.append((numbers[4], numbers[5]))
-        plain(self, *numbers)  # type: ignore[arg-type]
+    def counted(self: Any, some: Rows, *, waits: bool = False) -> None:
+        rows.append((some.width, some.height))
+        plain(self, some, waits=waits)
 
     monkeypatch.setattr(host_device.Stream, "rows_out", counted)
     device = np.zeros(1 << 20, dtype=np.uint8)

@@ -45,6 +45,7 @@ from kvferry.carriers.cuda.driver import (
     CudaEvent,
     CudaStream,
     Device,
+    Rows,
     device,
     place_of,
 )
@@ -184,7 +185,8 @@ class Bus:
         if time.monotonic() > deadline:
             raise TransferError("objects were not moved in time")
         starts = self._pins.starts if self._pins is not None else []
-        rows = self._direct_rows(objects, starts)
+        pinned = self._is_pinned(objects)
+        rows = self._direct_rows(objects, starts) if pinned else []
         lane = self._take(deadline)
         try:
             with self.device.current():
@@ -192,19 +194,28 @@ class Bus:
                     lane.queue_direct(objects, chunk_bytes, rows, outward=outward)
                 else:
                     lane.queue_staged(
-                        objects, chunk_bytes, self._memory, starts, deadline, outward=outward
+                        objects,
+                        chunk_bytes,
+                        self._memory,
+                        starts,
+                        deadline,
+                        outward=outward,
+                        waits=not pinned,
                     )
         except BaseException:
             self._give(lane)
             raise
         return Crossing(self, lane)
 
-    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> list[Row]:
-        """Copies between the runs' places; none: these objects must be staged."""
-        if self._pins is None or not len(objects) or len(objects.size) > MOST_RUNS:
-            return []
+    def _is_pinned(self, objects: BusObjects) -> bool:
+        if self._pins is None or not len(objects):
+            return False
         low, high = int(objects.place.min()), int((objects.place + objects.length).max())
-        if not self._pins.holds(low, high) or not objects.are_even(DIRECT_BYTES):
+        return self._pins.holds(low, high)
+
+    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> list[Rows]:
+        """Copies between the runs' places; none: these objects must be staged."""
+        if len(objects.size) > MOST_RUNS or not objects.are_even(DIRECT_BYTES):
             return []
         rows = list(_run_rows(objects, starts))
         return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else []
@@ -315,7 +326,7 @@ class _Lane:
         self,
         objects: BusObjects,
         chunk_bytes: int,
-        rows: Sequence[Row],
+        rows: Sequence[Rows],
         *,
         outward: bool,
     ) -> None:
@@ -330,11 +341,11 @@ class _Lane:
         most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
         try:
             if outward:
-                for place, pitch, run, run_pitch, width, count in rows:
-                    bus.rows_out(place, pitch, run, run_pitch, width, count)
+                for some in rows:
+                    bus.rows_out(some)
             else:
-                for place, pitch, run, run_pitch, width, count in rows:
-                    bus.rows_back(run, run_pitch, place, pitch, width, count)
+                for some in rows:
+                    bus.rows_back(some)
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
             self._upload(total)
@@ -370,8 +381,12 @@ class _Lane:
         deadline: float,
         *,
         outward: bool,
+        waits: bool,
     ) -> None:
-        """All of it, or nothing is under way: at most `MOST_HASHES` chunks of objects."""
+        """All of it, or nothing is under way: at most `MOST_HASHES` chunks of objects.
+
+        waits  not all of the host's memory is registered
+        """
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -413,14 +428,14 @@ class _Lane:
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
-                    for place, pitch, slot, slot_pitch, width, count in rows:
-                        bus.rows_out(place, pitch, slot, slot_pitch, width, count)
+                    for some in rows:
+                        bus.rows_out(some, waits=waits)
                     half.moved.record(bus)
                 else:
                     if half.used:
                         bus.wait_for(half.computed)
-                    for place, pitch, slot, slot_pitch, width, count in rows:
-                        bus.rows_back(slot, slot_pitch, place, pitch, width, count)
+                    for some in rows:
+                        bus.rows_back(some, waits=waits)
                     half.moved.record(bus)
                     stream.wait_for(half.moved)
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
@@ -566,10 +581,7 @@ def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:
     return cuts
 
 
-Row = tuple[int, int, int, int, int, int]  # host, pitch, device, pitch, bytes of a row, rows
-
-
-def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Iterator[Row]:
+def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Iterator[Rows]:
     """The fewest copies between objects on the host and their slots on the device."""
     count, width = len(place), int(length[0])
     low, high = int(place[0]), int(place[-1]) + width
@@ -577,7 +589,7 @@ def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Itera
         pitch = (high - width - low) // (count - 1)
         even = bool((place == low + np.arange(count) * pitch).all() and (length == width).all())
         if even and width <= pitch <= MOST_PITCH:  # the usual case
-            yield low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count
+            yield Rows(low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count)
             return
     if count == 1:
         yield from _one(low, int(slot[0]), width, starts)
@@ -605,11 +617,12 @@ def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Itera
             yield from _one(int(place[first]), int(slot[first]), width, starts)
         else:
             pitches = int(step[first]), int(slot_step[first])
-            yield int(place[first]), pitches[0], int(slot[first]), pitches[1], width, last - first
+            at = int(place[first]), pitches[0], int(slot[first]), pitches[1]
+            yield Rows(*at, width, last - first)
         first = last
 
 
-def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Row]:
+def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Rows]:
     """Copies between the runs of even objects and the objects' places.
 
     Objects whose runs and places lie at equal distances go together, a copy for each run of an
@@ -641,11 +654,11 @@ def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Row]:
             gaps = int(place_step[first]), int(step[first])
             for run in range(runs):
                 to = int(place[first]) + run * size
-                yield to, gaps[0], int(address[first, run]), gaps[1], size, together
+                yield Rows(to, gaps[0], int(address[first, run]), gaps[1], size, together)
         else:
             for at in range(first, last):
                 if strided and whole[at] and alike[at]:
-                    yield int(place[at]), size, int(address[at, 0]), pitch, size, runs
+                    yield Rows(int(place[at]), size, int(address[at, 0]), pitch, size, runs)
                 else:
                     for run in range(runs):
                         to = int(place[at]) + run * size
@@ -653,12 +666,12 @@ def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Row]:
         first = last
 
 
-def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Row]:
+def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Rows]:
     """One object, cut where one registration ends and another begins."""
     end = place + length
     while place < end:
         at = bisect_right(starts, place)
         stop = min(end, starts[at]) if at < len(starts) else end
         size = stop - place
-        yield place, size, slot, size, size, 1
+        yield Rows(place, size, slot, size, size, 1)
         place, slot = stop, slot + size

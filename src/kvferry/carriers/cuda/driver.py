@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +52,19 @@ class CudaError(TransferError):
         self.code = code
 
 
-class _Rows(ctypes.Structure):
-    """CUDA_MEMCPY2D of cuda.h: `height` rows of `width` bytes between two pitches."""
+class Rows(NamedTuple):
+    """Rows of equal length at equal distances, on the host and on a device."""
+
+    host: int
+    host_pitch: int
+    device: int
+    device_pitch: int
+    width: int
+    height: int  # rows
+
+
+class _Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of cuda.h."""
 
     _fields_ = [
         (f"{side}_{name}", kind)
@@ -93,7 +104,11 @@ class Driver:
         # The same for callers that call again and again: they release it.
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
-        self.copy_rows = self._typed("cuMemcpy2DAsync_v2", c_void_p, c_void_p, keeping=False)
+        rows = ("cuMemcpy2DAsync_v2", c_void_p, c_void_p)
+        self.copy_rows, self.copy_rows_waiting = (
+            self._typed(*rows),
+            self._typed(*rows, keeping=False),
+        )
 
     def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
         call = getattr(self._keeping if keeping else self._library, name)
@@ -334,43 +349,41 @@ class CudaStream:
         if code:
             raise self._driver.error("cuMemcpyAsync", code)
 
-    def rows_out(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
-    ) -> None:
-        """Rows of device memory to host memory."""
+    def rows_out(self, rows: Rows, *, waits: bool = False) -> None:
+        """Rows of device memory to host memory. It `waits` where that is not registered."""
         self._copy_rows(
-            _Rows(
+            _Memcpy2D(
                 src_type=_MEMORY_TYPE_DEVICE,
-                src_device=src,
-                src_pitch=src_pitch,
+                src_device=rows.device,
+                src_pitch=rows.device_pitch,
                 dst_type=_MEMORY_TYPE_HOST,
-                dst_host=dst,
-                dst_pitch=dst_pitch,
-                width=width,
-                height=rows,
-            )
+                dst_host=rows.host,
+                dst_pitch=rows.host_pitch,
+                width=rows.width,
+                height=rows.height,
+            ),
+            waits,
         )
 
-    def rows_back(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int
-    ) -> None:
+    def rows_back(self, rows: Rows, *, waits: bool = False) -> None:
         """Rows of host memory to device memory."""
         self._copy_rows(
-            _Rows(
+            _Memcpy2D(
                 src_type=_MEMORY_TYPE_HOST,
-                src_host=src,
-                src_pitch=src_pitch,
+                src_host=rows.host,
+                src_pitch=rows.host_pitch,
                 dst_type=_MEMORY_TYPE_DEVICE,
-                dst_device=dst,
-                dst_pitch=dst_pitch,
-                width=width,
-                height=rows,
-            )
+                dst_device=rows.device,
+                dst_pitch=rows.device_pitch,
+                width=rows.width,
+                height=rows.height,
+            ),
+            waits,
         )
 
-    def _copy_rows(self, rows: _Rows) -> None:
-        """Queue it; where the host's memory is not registered, it waits."""
-        code = self._driver.copy_rows(byref(rows), self.handle)
+    def _copy_rows(self, copy: _Memcpy2D, waits: bool) -> None:
+        call = self._driver.copy_rows_waiting if waits else self._driver.copy_rows
+        code = call(byref(copy), self.handle)
         if code:
             raise self._driver.error("cuMemcpy2DAsync", code)
 
