@@ -1,4 +1,4 @@
-"""Runs the copy kernel in Triton's interpreter, on host memory, against copies made by NumPy.
+"""Runs the kernels in Triton's interpreter, on host memory, against NumPy and xxhash.
 
 A program, because TRITON_INTERPRET must be set before Triton is imported: prints how many cases.
 """
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import host_device
 from kvferry.carriers.checksum import mix_words
-from kvferry.carriers.cuda import kernels
+from kvferry.carriers.cuda import kernels, xxh3
 from kvferry.carriers.cuda.kernels import TUNING, Kernel
 from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
-from kvferry.carriers.cuda.triton_kernels import copy_runs, mix_runs
+from kvferry.carriers.cuda.triton_kernels import copy_runs, mix_runs, xxh3_blocks, xxh3_pieces
 from kvferry.copies import StridedCopies
 
 MEMORY = 1 << 15
@@ -131,6 +132,38 @@ def mixing(rng: np.random.Generator, even: bool) -> None:
     assert (int(first), int(second)) == (expected.first, expected.second), (even, lengths)
 
 
+def hashing(rng: np.random.Generator, run_bytes: int) -> None:
+    """The kernels of xxh3, against the library; pieces that lie in several runs, or in one."""
+    runs, count = (12, 3) if run_bytes else (1, 6)
+    memory = rng.integers(0, 256, MEMORY * 2, dtype=np.uint8)
+    base = memory.ctypes.data + -memory.ctypes.data % 16
+    if run_bytes:
+        address = base + rng.permutation(runs).astype(np.int64) * (run_bytes + 64)
+        cuts = np.sort(rng.choice(np.arange(1, runs * run_bytes // 1024), count - 1, False)) * 1024
+        offsets = np.append(0, cuts)
+        lengths = np.diff(np.append(offsets, runs * run_bytes))
+    else:
+        address = np.array([base], dtype=np.int64)
+        offsets = np.arange(count, dtype=np.int64) * 8192
+        lengths = rng.integers(xxh3.LEAST_BYTES // 8 + 1, 1024, count) * 8
+    size = run_bytes or 1 << 60
+    per_piece = xxh3.blocks_of(int(lengths.max()))
+    items = count * per_piece
+    sums = torch.full((items * xxh3.SUMS,), -7, dtype=torch.int64)
+    out = torch.zeros(count, dtype=torch.int64)
+    tables = [torch.from_numpy(t) for t in (address, offsets, lengths, xxh3.constants())]
+    blocks, pieces = xxh3.BLOCKS, xxh3.PIECES
+    grid = -(-items // blocks)
+    xxh3_blocks[(grid,)](*tables, sums, size, per_piece, items, COUNT=blocks)
+    grid = -(-count // pieces)
+    xxh3_pieces[(grid,)](*tables, sums, out, size, per_piece, count, COUNT=pieces)
+    whole = b"".join(ctypes.string_at(a, run_bytes or MEMORY * 2 - 16) for a in address.tolist())
+    expected = [
+        xxhash.xxh3_64_intdigest(whole[at : at + n]) for at, n in zip(offsets, lengths, strict=True)
+    ]
+    assert out.numpy().view(np.uint64).tolist() == expected, (run_bytes, lengths)
+
+
 def main() -> None:
     patch = pytest.MonkeyPatch()
     host_device.use(patch)
@@ -146,6 +179,9 @@ def main() -> None:
                         done += 1
         for even in (True, False):
             mixing(rng, even)
+            done += 1
+        for run_bytes in (0, 1024, 3072):
+            hashing(rng, run_bytes)
             done += 1
     print(done)
 
