@@ -65,10 +65,7 @@ def rows(on: Device, cache: int, host: int, stream: CudaStream) -> None:
     print("| copies | out GB/s | back GB/s |\n|---|---|---|")
     for name, copies in (
         ("one, contiguous", whole),
-        *(
-            (f"a block each, pages of {w >> 10} KiB", by_object(w))
-            for w in (PAGE, 16 << 10, 8 << 10)
-        ),
+        *((f"a block each, pages of {w >> 10} KiB", by_object(w)) for w in WIDTHS),
         (f"a layer each, pages of {PAGE >> 10} KiB", by_layer(PAGE)),
     ):
         total = sum(some.width * some.height for some in copies)
