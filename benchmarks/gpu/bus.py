@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -69,17 +68,17 @@ def rows(on: Device, cache: int, host: int, stream: CudaStream) -> None:
         (f"a layer each, pages of {PAGE >> 10} KiB", by_layer(PAGE)),
     ):
         total = sum(some.width * some.height for some in copies)
-        rates = [_rate(total, copies, way, stream) for way in (stream.rows_out, stream.rows_back)]
+        rates = [_rate(total, copies, outward, stream) for outward in (True, False)]
         print(f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} |", flush=True)
 
 
-def _rate(total: int, copies: list[Rows], way: Callable[[Rows], None], stream: CudaStream) -> float:
+def _rate(total: int, copies: list[Rows], outward: bool, stream: CudaStream) -> float:
     best = 0.0
     for _ in range(ROUNDS):
         stream.synchronize()
         began = time.perf_counter()
         for some in copies:
-            way(some)
+            stream.copy_rows(some, outward=outward)
         stream.synchronize()
         best = max(best, total / (time.perf_counter() - began) / GB)
     return best

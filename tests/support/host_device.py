@@ -52,21 +52,12 @@ class Stream(Handle):
 
     copy_at_once = copy
 
-    def rows_out(self, rows: Rows, *, waits: bool = False) -> None:
+    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
         for row in range(rows.height):
-            host, device = (
-                rows.host + row * rows.host_pitch,
-                rows.device + row * rows.device_pitch,
-            )
-            ctypes.memmove(host, device, rows.width)
-
-    def rows_back(self, rows: Rows, *, waits: bool = False) -> None:
-        for row in range(rows.height):
-            host, device = (
-                rows.host + row * rows.host_pitch,
-                rows.device + row * rows.device_pitch,
-            )
-            ctypes.memmove(device, host, rows.width)
+            host = rows.host + row * rows.host_pitch
+            there = rows.device + row * rows.device_pitch
+            dst, src = (host, there) if outward else (there, host)
+            ctypes.memmove(dst, src, rows.width)
 
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
@@ -152,6 +143,7 @@ def hash_at_once(
             offset, length = offset + size, length - size
         return bytes(found)
 
+    assert pieces * per_piece * 128 <= bus.SCRATCH_BYTES
     into = (ctypes.c_uint64 * pieces).from_address(out)
     for at, (offset, length) in enumerate(zip(numbers(offsets), numbers(lengths), strict=True)):
         assert (length - 1) // 1024 <= per_piece

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvferry.pool.cost import ENOUGH, FORGET_SECONDS, RETRY_SECONDS, Line, LoadChoice
+from kvferry.pool.cost import ENOUGH, FORGET_SECONDS, RETRY_SECONDS, CostLine, LoadChoice
 
 MB = 1_000_000
 TOKEN_BYTES = 128_000
@@ -229,7 +229,7 @@ def test_failed_loads_count_where_they_were_slow() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, -math.inf])
 def test_impossible_times_teach_nothing(seconds: float) -> None:
-    line, engine = Line(), taught(30e9)
+    line, engine = CostLine(), taught(30e9)
     for _ in range(ENOUGH):
         line.add(100, seconds, 0.0)
         line.add(0, 1.0, 0.0)

@@ -73,7 +73,7 @@ class StepCost:
         self._clock = clock
         self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)  # when, tokens; decode: < 0
         self._last_end = -math.inf
-        self._line = Line()
+        self._line = CostLine()
         self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
@@ -124,7 +124,7 @@ class LoadCost:
         self._clock = clock
         self._under_way: dict[str, _Load] = {}
         self._moved = 0
-        self._line = Line(FORGET_SECONDS)
+        self._line = CostLine(FORGET_SECONDS)
         self._last_end = -math.inf
         self.queued_bytes = 0  # of loads that are under way
 
@@ -175,7 +175,7 @@ class Fit:
     slope: float
 
 
-class Line:
+class CostLine:
     """Seconds by size, as a line through the latest observations.
 
     Its slope is the median of the slopes between all pairs, each with the weight of its distance

@@ -49,6 +49,7 @@ from kvferry.carriers.cuda.driver import (
     device,
     place_of,
 )
+from kvferry.carriers.cuda.staging import Half
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
-SCRATCH_BYTES = 33 << 20  # of sums: for 256 MiB that are hashed together, and some short objects
+SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
 LANES = 4  # two loads, and two parts of a save; each has 34 MiB of device memory, staged 98
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
@@ -279,29 +280,12 @@ class Crossing:
             self._bus._give(lane)
 
 
-class _Half:
-    """Device memory for one piece, and when kernels and bus are done with it."""
-
-    def __init__(self, on: Device, size: int) -> None:
-        self._device, self.bytes, self.used = on, size, False
-        with contextlib.ExitStack() as undo:
-            self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
-            self.there = on.allocate(size)
-            undo.pop_all()
-        self.mapped = Mapped.of([([MemoryRegion(self.there, size)], 0)])
-
-    def free(self) -> None:
-        self._device.free(self.there)
-        self.computed.destroy()
-        self.moved.destroy()
-
-
 class _Lane:
     """Two streams and the tables of hashes, for one thread; the device is current."""
 
     def __init__(self, on: Device, piece_bytes: int) -> None:
         self._device, self._piece_bytes = on, piece_bytes
-        self._halves: list[_Half] = []  # made when something is staged
+        self._halves: list[Half] = []  # made when something is staged
         self._total = 0
         constants = xxh3.constants()
         # Words of the tables: constants, runs, then of every chunk its offset, length and hash
@@ -338,19 +322,14 @@ class _Lane:
         total = self._write_chunks(objects.length, chunk_bytes, chunks, begins)
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
-        most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
         try:
-            if outward:
-                for some in rows:
-                    bus.rows_out(some)
-            else:
-                for some in rows:
-                    bus.rows_back(some)
+            for some in rows:
+                bus.copy_rows(some, outward=outward)
+            if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
             self._upload(total)
-            for first in range(0, total, most):
-                self._hash(self._runs_at, run_bytes, first, min(first + most, total), per_piece)
+            self._hash(self._runs_at, run_bytes, 0, total, per_piece)
             self._queue_end(total)
         except BaseException:
             self.drain()
@@ -367,7 +346,7 @@ class _Lane:
         with contextlib.ExitStack() as undo:
             halves = []
             for _ in range(2):
-                halves.append(_Half(self._device, max(size, self._piece_bytes)))
+                halves.append(Half(self._device, max(size, self._piece_bytes)))
                 undo.callback(halves[-1].free)
             undo.pop_all()
         self._halves = halves
@@ -391,7 +370,7 @@ class _Lane:
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
-        cuts = _cuts(slots, chunks * (8 * xxh3.SUMS * per_piece), self._halves[0].bytes)
+        cuts = _cuts(slots, self._halves[0].bytes)
         offsets = np.cumsum(slots) - slots
         offsets -= np.repeat(offsets[cuts[:-1]], np.diff(cuts))  # in their halves
         ends = np.cumsum(chunks)
@@ -429,13 +408,13 @@ class _Lane:
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
                     for some in rows:
-                        bus.rows_out(some, waits=waits)
+                        bus.copy_rows(some, outward=True, waits=waits)
                     half.moved.record(bus)
                 else:
                     if half.used:
                         bus.wait_for(half.computed)
                     for some in rows:
-                        bus.rows_back(some, waits=waits)
+                        bus.copy_rows(some, outward=False, waits=waits)
                     half.moved.record(bus)
                     stream.wait_for(half.moved)
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
@@ -465,21 +444,23 @@ class _Lane:
         self._buffers.stream.copy_at_once(self._there, self._host.ctypes.data, size)
 
     def _hash(self, runs_at: int, run_bytes: int, first: int, last: int, per_piece: int) -> None:
-        """Chunks of objects that lie in these runs."""
-        offsets = self._there + 8 * (self._chunks_at + first)
-        xxh3.queue(
-            self._device,
-            self._buffers.stream,
-            runs=self._there + 8 * runs_at,
-            run_bytes=run_bytes,
-            offsets=offsets,
-            lengths=offsets + 8 * MOST_HASHES,
-            table=self._there,
-            sums=self._sums,
-            out=offsets + 16 * MOST_HASHES,
-            pieces=last - first,
-            per_piece=per_piece,
-        )
+        """Chunks of objects that lie in these runs; as many at a time as there is scratch for."""
+        most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
+        for begin in range(first, last, most):
+            offsets = self._there + 8 * (self._chunks_at + begin)
+            xxh3.queue(
+                self._device,
+                self._buffers.stream,
+                runs=self._there + 8 * runs_at,
+                run_bytes=run_bytes,
+                offsets=offsets,
+                lengths=offsets + 8 * MOST_HASHES,
+                table=self._there,
+                sums=self._sums,
+                out=offsets + 16 * MOST_HASHES,
+                pieces=min(most, last - begin),
+                per_piece=per_piece,
+            )
 
     def _queue_end(self, total: int) -> None:
         """The hashes to the host, and an event after all that is under way."""
@@ -533,6 +514,8 @@ class _Pins:
             while self.bytes < self._size and not self._closing.is_set():
                 end = min(self._size, self.bytes + PIN_BYTES)
                 backed = min(end, self._back(self.bytes, end))
+                if self._closing.is_set():  # the memory may be gone
+                    break
                 if backed <= self.bytes:
                     log.warning(
                         "the system gives the pool %.1f of %.1f GiB of memory",
@@ -560,7 +543,8 @@ class _Pins:
     def close(self) -> None:
         """After the last copy."""
         self._closing.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it may be the store's last user
+            self._thread.join()
         starts, self.starts = self.starts, []
         with self._device.current():
             for start in starts:
@@ -568,16 +552,14 @@ class _Pins:
                     self._device.unregister_host(start)
 
 
-def _cuts(sizes: Ints, scratch: Ints, room: int) -> list[int]:
-    """Where to cut a row of objects, so that each part has one object, or fits the room twice: by
-    its sizes, and by its scratch memory."""
-    ends, scratch_ends = np.cumsum(sizes), np.cumsum(scratch)
-    cuts, done, used = [0], 0, 0
+def _cuts(sizes: Ints, room: int) -> list[int]:
+    """Where to cut a row of objects, so that each part fits the room, or has one object."""
+    ends = np.cumsum(sizes)
+    cuts, done = [0], 0
     while cuts[-1] < len(sizes):
         last = int(np.searchsorted(ends, done + room, side="right"))
-        last = min(last, int(np.searchsorted(scratch_ends, used + SCRATCH_BYTES, side="right")))
         cuts.append(max(last, cuts[-1] + 1))
-        done, used = int(ends[cuts[-1] - 1]), int(scratch_ends[cuts[-1] - 1])
+        done = int(ends[cuts[-1] - 1])
     return cuts
 
 

@@ -349,39 +349,18 @@ class CudaStream:
         if code:
             raise self._driver.error("cuMemcpyAsync", code)
 
-    def rows_out(self, rows: Rows, *, waits: bool = False) -> None:
-        """Rows of device memory to host memory. It `waits` where that is not registered."""
-        self._copy_rows(
-            _Memcpy2D(
-                src_type=_MEMORY_TYPE_DEVICE,
-                src_device=rows.device,
-                src_pitch=rows.device_pitch,
-                dst_type=_MEMORY_TYPE_HOST,
-                dst_host=rows.host,
-                dst_pitch=rows.host_pitch,
-                width=rows.width,
-                height=rows.height,
-            ),
-            waits,
+    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+        """Rows to the host (`outward`) or to the device. It `waits` where the host's memory is not
+        registered."""
+        host = (_MEMORY_TYPE_HOST, rows.host, 0, rows.host_pitch)
+        there = (_MEMORY_TYPE_DEVICE, 0, rows.device, rows.device_pitch)
+        src, dst = (there, host) if outward else (host, there)
+        copy = _Memcpy2D(
+            **dict(zip(("src_type", "src_host", "src_device", "src_pitch"), src, strict=True)),
+            **dict(zip(("dst_type", "dst_host", "dst_device", "dst_pitch"), dst, strict=True)),
+            width=rows.width,
+            height=rows.height,
         )
-
-    def rows_back(self, rows: Rows, *, waits: bool = False) -> None:
-        """Rows of host memory to device memory."""
-        self._copy_rows(
-            _Memcpy2D(
-                src_type=_MEMORY_TYPE_HOST,
-                src_host=rows.host,
-                src_pitch=rows.host_pitch,
-                dst_type=_MEMORY_TYPE_DEVICE,
-                dst_device=rows.device,
-                dst_pitch=rows.device_pitch,
-                width=rows.width,
-                height=rows.height,
-            ),
-            waits,
-        )
-
-    def _copy_rows(self, copy: _Memcpy2D, waits: bool) -> None:
         call = self._driver.copy_rows_waiting if waits else self._driver.copy_rows
         code = call(byref(copy), self.handle)
         if code:

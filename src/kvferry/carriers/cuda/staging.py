@@ -261,7 +261,7 @@ class Half:
     """Device memory for one piece; there are two, which take turns."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device = on
+        self._device, self.bytes = on, size
         self.used = False
         with contextlib.ExitStack() as undo:
             self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
