@@ -139,11 +139,12 @@ class Bus:
         self._pins: _Pins | None = None
 
     def warm(self) -> None:
-        """Compile the kernels and make a lane now, so that no request waits for them."""
+        """Compile the kernels and make two lanes now, so that no request waits for them."""
         with self.device.current():
             xxh3.warm(self.device)
         kernels.warm(self.device)
-        self._give(self._take(time.monotonic()))
+        for lane in [self._take(time.monotonic()) for _ in range(min(2, self._most))]:
+            self._give(lane)
 
     def pin(self, address: int, size: int, back: Callable[[int, int], int]) -> None:
         """Register this host memory, on a thread.
