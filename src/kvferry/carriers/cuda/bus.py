@@ -140,8 +140,6 @@ class Bus:
 
     def warm(self) -> None:
         """Compile the kernels and make two lanes now, so that no request waits for them."""
-        with self.device.current():
-            xxh3.warm(self.device)
         kernels.warm(self.device)
         for lane in [self._take(time.monotonic()) for _ in range(min(2, self._most))]:
             self._give(lane)
@@ -285,6 +283,7 @@ class _Lane:
     """Two streams and the tables of hashes, for one thread; the device is current."""
 
     def __init__(self, on: Device, piece_bytes: int) -> None:
+        xxh3.warm(on)
         self._device, self._piece_bytes = on, piece_bytes
         self._halves: list[Half] = []  # made when something is staged
         self._total = 0
