@@ -793,6 +793,46 @@ def test_a_request_ends_while_its_saves_are_postponed(pair: Pair) -> None:
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
 
+def test_the_first_block_is_gone(pair: Pair) -> None:
+    """A new request misses by one question. One that has the block itself finds the rest."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    writer.save("w", tokens)
+    first = [
+        keys.keys[0]
+        for keys in sequence_keys(
+            writer.metadata, writer.scheduler.track("w", tuple).chain, [writer.layout]
+        )
+    ]
+    store = pair.open_store()
+    assert store.remove(first, time.monotonic() + 10) == len(first)
+    reader, span = pair.engine("src"), writer.scheduler.align_tokens
+    assert reader.matched("new", tokens) == 0
+    assert reader.scheduler.counters["lookup_keys"] == len(first)
+    assert reader.matched("has it", tokens) == 0
+    assert reader.matched("has it", tokens, computed=span) == pair.case["tokens"] - span
+
+
+def test_what_a_rejected_draft_left_is_not_saved(pair: Pair) -> None:
+    """A request ends while the last of its tokens fills a block: that token was sampled, and its
+    place may hold a draft's bytes."""
+    tokens = sequence(pair.case)
+    writer = pair.engine("src")
+    scheduler, span = writer.scheduler, writer.scheduler.align_tokens
+    ended = tokens[: 2 * span]
+    scheduler.track("w", tuple)
+    # a step with drafts: more tokens than the request has now, and than are accepted
+    scheduler.computed("w", ended[:span], 3 * span, lambda: writer.tables)
+    scheduler.finished("w", ended, writer.tables)
+    saved = [
+        (max(blocks.numbers) + 1) * scheduler.block_tokens(blocks.table)
+        for order in scheduler._orders.saves
+        for blocks in order.tables
+    ]
+    assert saved and max(saved) < len(ended)
+    all_ended(writer)
+
+
 def test_aborted_while_saving(pair: Pair) -> None:
     """A request that ends does not take its pins along; they end with the save."""
     tokens = sequence(pair.case)

@@ -154,6 +154,21 @@ FULL = Residency()
 
 
 class TestHits:
+    @pytest.mark.parametrize(
+        ("residency", "leaves"),
+        [
+            (FULL, False),
+            (Residency("window", 4096), False),
+            (Residency("window", 33), True),  # its last token needs one block more than the next
+            (Residency("chunk", 64), True),
+            (Residency("state"), True),
+        ],
+    )
+    def test_where_the_last_token_cannot_be_computed_again(
+        self, residency: Residency, leaves: bool
+    ) -> None:
+        assert Need("a", residency, 16).last_needs_more is leaves
+
     def test_the_first_gap_ends_it(self) -> None:
         need = [Need("a", FULL, 4)]
         assert hit(need, [held("L", "a", 8, "xx.x")], 31, 4).tokens == 16

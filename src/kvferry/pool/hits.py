@@ -31,6 +31,14 @@ class Need:
     residency: Residency  # full where the reader keeps every block, also of windows and chunks
     block_tokens: int  # of the reader
 
+    @property
+    def last_needs_more(self) -> bool:
+        """Whether computing a sequence's last token needs more than computing the next one."""
+        kind, span = self.residency.kind, self.residency.span
+        if kind == "window":
+            return (span - 1) % self.block_tokens == 0
+        return kind != "full"
+
 
 @dataclass(frozen=True, slots=True)
 class PoolReader:

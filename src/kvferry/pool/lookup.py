@@ -61,6 +61,7 @@ class LookupAnswer:
     held: tuple[Held, ...] = ()
     layouts: dict[str, PoolLayout] = field(default_factory=dict)
     saved_tokens: int = 0  # leading tokens that the pool has in our own layout
+    head_only: bool = False  # the first block is not there, and the others were not asked for
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
@@ -79,7 +80,8 @@ class LookupQuestion:
     tokens: Sequence[int]
     count: int  # tokens that the sequence had then; it may have grown since
     deadline: float
-    first: bool = True  # False: asked again, because the first answer was too old
+    first: bool = True  # False: asked again, because the first answer was too old, or too short
+    full: bool = False  # also where the pool does not have the first block
     answer: LookupAnswer | None = None
     given_at: float | None = None  # when the scheduler got the answer
 
@@ -220,8 +222,8 @@ class LookupKeyServer:
         most = reader.most_tokens(asked.count)
         store = self._opened()
         self._registry.refresh(store, asked.deadline)
-        if self._begins_new(asked, store):
-            return LookupAnswer(layouts={x.id: x for x in self._registry.layouts})
+        if not asked.full and self._begins_new(asked, store):
+            return LookupAnswer(head_only=True)
         chain.cover(asked.tokens, asked.count)
         name = (chain.signature(), most)
         recent = self._recent.get(name)
@@ -247,8 +249,9 @@ class LookupKeyServer:
         return answer
 
     def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
-        """Whether no layout has the first block of this sequence, which every hit needs where a
-        group keeps all tokens. So most new prompts cost one question, however long they are."""
+        """Whether no layout has the first block of this sequence. Where a group keeps all tokens,
+        every hit needs it, unless the engine has it itself. So most new prompts cost one question,
+        however long they are."""
         chain, layouts, keys = asked.chain, self._registry.layouts, list[str]()
         if all(need.residency.kind != "full" for need in self._reader.needs):
             return False
@@ -351,14 +354,18 @@ class LookupKeyClient:
         self._asked: dict[str, LookupQuestion] = {}
 
     def lookup(
-        self, request_id: str, chain: ContentChain, tokens: Sequence[int]
+        self, request_id: str, chain: ContentChain, tokens: Sequence[int], *, full: bool = False
     ) -> LookupAnswer | None:
-        """What the pool holds of the sequence, or None: ask again in the next step."""
+        """What the pool holds of the sequence, or None: ask again in the next step.
+
+        full  also if the first block is not among it
+        """
         now = time.monotonic()
         asked = self._asked.get(request_id)
-        if asked is None or asked.count != len(tokens) or _stale(asked, now):
-            deadline = now + self._seconds
-            asked = LookupQuestion(chain, tokens, len(tokens), deadline, first=asked is None)
+        short = full and asked is not None and asked.answer is not None and asked.answer.head_only
+        if asked is None or asked.count != len(tokens) or short or _stale(asked, now):
+            deadline, again = now + self._seconds, asked is not None
+            asked = LookupQuestion(chain, tokens, len(tokens), deadline, not again, full)
             self._asked[request_id] = asked
             self._counters.add("lookups")
             server = self._able_server(now)

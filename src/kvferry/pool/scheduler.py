@@ -100,8 +100,9 @@ class PoolScheduler:
 
         full_residency       the engine keeps every block, also of layers with a window
         computes_last_again  where all tokens of a sequence were loaded, the engine computes the
-                             last one again. That is right for all but states, which would advance
-                             twice
+                             last one again. States would advance twice; and a chunk, or a window
+                             that begins at a block's end, needs a block for it that no token after
+                             it needs, so that it is not loaded
         """
         self._ours, self._ranks = ours, ranks
         groups = ours.model.groups
@@ -111,7 +112,7 @@ class PoolScheduler:
             for g, span in zip(groups, spans, strict=True)
         ]
         self.align_tokens = lcm(*spans)
-        leaves_last = not computes_last_again or any(group.is_state for group in groups)
+        leaves_last = not computes_last_again or any(need.last_needs_more for need in needs)
         self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id, leaves_last)
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
@@ -204,7 +205,7 @@ class PoolScheduler:
             or most < self.align_tokens
         ):
             return 0
-        answer = self._client.lookup(request_id, tracker.chain, tokens)
+        answer = self._client.lookup(request_id, tracker.chain, tokens, full=computed > 0)
         if answer is None:
             return None
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
@@ -337,13 +338,15 @@ class PoolScheduler:
 
         If it still has its blocks, those whose saves were postponed are ordered now, though more
         may be pinned than otherwise: they would be lost. Only tokens count that a step was told to
-        compute; the engine's own count may include some that were still being loaded.
+        compute; the engine's own count may include some that were still being loaded. The last
+        token was sampled, and its place may hold what a rejected draft left there.
         """
         tracker = self._trackers.pop(request_id, None)
         if self._client is None:
             return
         self._client.discard(request_id)
         if tracker is not None and tables and tracker.final and not tracker.old:
+            tracker.final = min(tracker.final, len(tokens) - 1)
             most = self.limits.most_pinned_at_end
             self._save_up_to(tracker, tokens, lambda: tables, most, (), tag)
 
@@ -452,7 +455,7 @@ class RequestTracker:
 
     chain: ContentChain
     saved_tokens: int = 0  # leading tokens that are in the pool, or ordered to be saved
-    final: int = 0  # leading tokens that a step was told to compute into the request's blocks
+    final: int = 0  # leading tokens, drafts too, that a step was told to compute into its blocks
     load: LoadSpec | None = None  # promised, not yet ordered
     declined: str = ""  # why a hit was not promised
     loading: LoadOrder | None = None

@@ -60,7 +60,9 @@ PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for e
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
-LANES = 4  # two loads, and two parts of a save; each has 34 MiB of device memory, staged 98
+# Loads and saves use two at a time: while the objects of one part cross, the next are queued. One
+# more than threads is enough for all of them to go on. Each has 34 MiB of device memory, staged 98.
+LANES = 4
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
 MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
@@ -141,8 +143,9 @@ class Bus:
     def warm(self) -> None:
         """Compile the kernels and make two lanes now, so that no request waits for them."""
         kernels.warm(self.device)
-        for lane in [self._take(time.monotonic()) for _ in range(min(2, self._most))]:
-            self._give(lane)
+        with contextlib.ExitStack() as made:
+            for _ in range(min(2, self._most)):
+                made.callback(self._give, self._take(time.monotonic()))
 
     def pin(self, address: int, size: int, back: Callable[[int, int], int]) -> None:
         """Register this host memory, on a thread.
@@ -502,7 +505,8 @@ class _Pins:
         self, on: Device, address: int, size: int, back: Callable[[int, int], int]
     ) -> None:
         self._device, self._address, self._size, self._back = on, address, size, back
-        self.starts: list[int] = []  # addresses at which a registration begins
+        # Addresses at which a registration begins, or will: no copy reaches over one
+        self.starts = list(range(address, address + size, PIN_BYTES))
         self.bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-pin", daemon=True)
@@ -513,10 +517,10 @@ class _Pins:
         try:
             while self.bytes < self._size and not self._closing.is_set():
                 end = min(self._size, self.bytes + PIN_BYTES)
-                backed = min(end, self._back(self.bytes, end))
+                backed = self._back(self.bytes, end)
                 if self._closing.is_set():  # the memory may be gone
                     break
-                if backed <= self.bytes:
+                if backed < end:
                     log.warning(
                         "the system gives the pool %.1f of %.1f GiB of memory",
                         self.bytes / (1 << 30),
@@ -524,9 +528,8 @@ class _Pins:
                     )
                     break
                 with self._device.current():
-                    self._device.register_host(self._address + self.bytes, backed - self.bytes)
-                self.starts.append(self._address + self.bytes)
-                self.bytes = backed
+                    self._device.register_host(self._address + self.bytes, end - self.bytes)
+                self.bytes = end
         except Exception as error:
             if not self._closing.is_set():
                 log.warning("the pool's memory is not pinned, and slow to copy: %s", error)
@@ -545,11 +548,12 @@ class _Pins:
         self._closing.set()
         if threading.current_thread() is not self._thread:  # it may be the store's last user
             self._thread.join()
-        starts, self.starts = self.starts, []
+        end, self.bytes = self._address + self.bytes, 0
         with self._device.current():
-            for start in starts:
-                with contextlib.suppress(TransferError):
-                    self._device.unregister_host(start)
+            for start in self.starts:
+                if start < end:
+                    with contextlib.suppress(TransferError):
+                        self._device.unregister_host(start)
 
 
 def _cuts(sizes: Ints, room: int) -> list[int]:

@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.carriers.cuda.driver import CudaStream, Device, Function
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
 from kvferry.copies import Ints
+from kvferry.errors import TransferError
 
 LEAST_BYTES = 241
 GRAIN = 8
@@ -77,7 +78,7 @@ def blocks_of(longest: int) -> int:
 
 
 def warm(device: Device) -> None:
-    """Have the kernels ready; the device is current."""
+    """Have the kernels ready, or a `TransferError`; the device is current."""
     with _lock:
         if device.ordinal in _functions:
             return
@@ -94,10 +95,13 @@ def warm(device: Device) -> None:
             )
             return Function(code, name, warps=warps, shared_bytes=shared)
 
-        _functions[device.ordinal] = (
-            load(xxh3_blocks, blocks, BLOCKS, BLOCK_WARPS),
-            load(xxh3_pieces, pieces, PIECES, PIECE_WARPS),
-        )
+        try:
+            _functions[device.ordinal] = (
+                load(xxh3_blocks, blocks, BLOCKS, BLOCK_WARPS),
+                load(xxh3_pieces, pieces, PIECES, PIECE_WARPS),
+            )
+        except Exception as error:  # the compiler raises anything
+            raise TransferError(f"Triton does not compile the hashing kernels: {error}") from error
 
 
 def queue(

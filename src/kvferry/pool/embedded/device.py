@@ -66,15 +66,25 @@ class DeviceStore(StagedStore):
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
             for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
-                put = _Put(self._embedded, keys[part], sizes[part], good[part], deadline)
+                put = _Put(
+                    self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
+                )
                 under_way.callback(put.close)
-                put.begin(self._bus, objects[part], deadline)
+                put.begin(self._bus, deadline)
                 if before is not None:
-                    outcomes += before.end()
+                    outcomes += self._ended(before, deadline)
                 before = put
             if before is not None:
-                outcomes += before.end()
+                outcomes += self._ended(before, deadline)
         return outcomes
+
+    def _ended(self, put: _Put, deadline: float) -> list[Outcome]:
+        """The outcomes of a part, once it is over; through buffers where the bus failed."""
+        try:
+            return put.end()
+        except TransferError as error:
+            log.warning("blocks are put through buffers: %s", text_of(error))
+            return super().put(put.keys, put.objects, deadline)
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(keys)
@@ -118,10 +128,12 @@ class _Put:
         self,
         store: EmbeddedStore,
         keys: Sequence[str],
+        objects: Sequence[Ranges],
         sizes: Ints,
         good: Sequence[bool],
         deadline: float,
     ) -> None:
+        self.keys, self.objects = keys, objects
         self._open = contextlib.ExitStack()
         self._granted: Granted = self._open.enter_context(
             store.granting(keys, sizes.tolist(), good, deadline)
@@ -129,11 +141,12 @@ class _Put:
         self._which = np.fromiter(self._granted.wishes, dtype=np.int64)
         self._sizes = sizes[self._which]
         self._crossing: Crossing | None = None
+        self._error: TransferError | None = None
 
-    def begin(self, bus: Bus, objects: Sequence[Ranges], deadline: float) -> None:
+    def begin(self, bus: Bus, deadline: float) -> None:
         if not len(self._which):
             return
-        some = [objects[i] for i in self._which.tolist()]
+        some = [self.objects[i] for i in self._which.tolist()]
         moved = BusObjects(
             self._granted.places(self._sizes),
             self._sizes,
@@ -145,16 +158,15 @@ class _Put:
         try:
             self._crossing = bus.out(moved, CHUNK_BYTES, deadline)
         except TransferError as error:
-            log.warning("blocks could not be moved: %s", error)
+            self._error = error
 
     def end(self) -> list[Outcome]:
-        """Wait for it, and publish what arrived."""
-        crossing, self._crossing = self._crossing, None
+        """Wait for it, and publish what arrived. A `TransferError`: nothing of it was put."""
         try:
-            if crossing is not None:
-                self._granted.publish(self._sizes, crossing.finish())
-        except TransferError as error:
-            log.warning("blocks could not be moved: %s", error)
+            if self._error is not None:
+                raise self._error
+            if self._crossing is not None:
+                self._granted.publish(self._sizes, self._crossing.finish())
         finally:
             self.close()
         return self._granted.outcomes
@@ -195,12 +207,11 @@ class _Get:
 
     def end(self) -> Bools:
         """Wait for it; which objects are in their places."""
-        lent, which, crossing = self._lent, self._which, self._crossing
+        lent, which = self._lent, self._which
         done = np.zeros(len(lent.rows), dtype=bool)
         try:
-            if crossing is not None:
-                self._crossing = None
-                found = crossing.finish()
+            if self._crossing is not None:
+                found = self._crossing.finish()
                 expected = np.concatenate([lent.sums[i] for i in which.tolist()])
                 counts = hashes_of(lent.length[which], CHUNK_BYTES)
                 right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
