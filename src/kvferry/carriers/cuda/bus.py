@@ -11,8 +11,8 @@ The processor touches no byte. There are two ways:
              halves of device memory that take turns: while one crosses the bus, the kernels work on
              the other. Objects that lie at equal distances on the host are one copy
 
-The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end; the
-staged way has three for each piece, which take their turn among the engine's own.
+The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end.
+The staged way has three for each piece, which take their turn among the engine's own.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
 thread does it, step by step, from the beginning on. Memory that is not registered yet is copied all
