@@ -7,6 +7,7 @@ Beside every equality stands a control: other prompts give other tokens, and hit
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.vllm.metrics import POOL_EVENTS
 from tiny_models import make_model
 from vllm_engines import Engine
@@ -212,16 +214,14 @@ def clean(store: Path) -> None:
     assert status == 0 and int(out.split()[1]) >= before - evicted
 
 
-def damage(store: Path) -> int:
-    """Flip bytes all over the store's memory, wherever there is something."""
-    flipped = 0
-    arena = max((f for f in store.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
-    with arena.open("r+b") as file:
-        for at in range(4096 + 700, arena.stat().st_size, 16384):
-            file.seek(at)
-            byte = file.read(1)
-            if byte not in (b"", b"\0"):
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 0xFF]))
-                flipped += 1
+def damage(place: Path) -> int:
+    """Flip a byte of every block in the store's memory; not of layouts, which would be misses."""
+    store = EmbeddedStore(place)
+    keys = [one.key for one in store.listed() if not {"layout", "index"} & set(one.key.split("/"))]
+    with store.lending(keys) as lent:
+        for at in lent.place[lent.there].tolist():
+            byte = (ctypes.c_uint8 * 1).from_address(at + 700)
+            byte[0] ^= 0xFF
+        flipped = int(lent.there.sum())
+    store.close()
     return flipped
