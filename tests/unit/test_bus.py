@@ -119,6 +119,15 @@ def test_every_byte_out_and_back(
     bus.close()
 
 
+def twenty(device: np.ndarray, host: np.ndarray) -> BusObjects:
+    """Objects of one run, at equal distances on both sides."""
+    number = np.arange(20, dtype=np.int64)
+    length = np.full(20, 8192, dtype=np.int64)
+    places = host.ctypes.data + number * 12_288
+    one = np.ones(20, dtype=np.int64)
+    return BusObjects(places, length, one, one - 1, device.ctypes.data + number * 8192, length)
+
+
 def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[tuple[int, int]] = []
     plain = host_device.Stream.copy_rows
@@ -131,16 +140,7 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     device = np.zeros(1 << 20, dtype=np.uint8)
     host = np.zeros(1 << 20, dtype=np.uint8)
     bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
-    number = np.arange(20, dtype=np.int64)
-    length = np.full(20, 8192, dtype=np.int64)
-    objects = BusObjects(
-        host.ctypes.data + number * 12_288,
-        length,
-        np.ones(20, dtype=np.int64),
-        np.zeros(20, dtype=np.int64),
-        device.ctypes.data + number * 8192,
-        length,
-    )
+    objects = twenty(device, host)
     bus.out(objects, CHUNK, soon()).finish()
     assert rows == [(8192, 20)]
     bus.close()
@@ -164,16 +164,7 @@ def test_no_copy_reaches_over_the_end_of_registered_memory(
     bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
     bus.pin(host.ctypes.data, host.nbytes, lambda first, size: min(size, 100_000))
     wait_until(lambda: bus.pinned_bytes == 100_000)
-    number = np.arange(20, dtype=np.int64)
-    length = np.full(20, 8192, dtype=np.int64)
-    objects = BusObjects(
-        host.ctypes.data + number * 12_288,
-        length,
-        np.ones(20, dtype=np.int64),
-        np.zeros(20, dtype=np.int64),
-        device.ctypes.data + number * 8192,
-        length,
-    )
+    objects = twenty(device, host)
     bus.out(objects, CHUNK, soon()).finish()
     borders = [host.ctypes.data + at for at in range(50_000, 1 << 20, 50_000)]
     assert seen and not [b for b in borders for low, high in seen if low < b < high]

@@ -253,12 +253,12 @@ class LookupKeyServer:
         every hit needs it, unless the engine has it itself. So most new prompts cost one question,
         however long they are."""
         chain, layouts, keys = asked.chain, self._registry.layouts, list[str]()
-        if all(need.residency.kind != "full" for need in self._reader.needs):
+        full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
+        if not full:
             return False
         spans = [kind.block_tokens + kind.ahead for layout in layouts for kind in layout.kinds]
         chain.cover(asked.tokens, min(asked.count, max(spans)))
         for layout in layouts:
-            full = {n.group for n in self._reader.needs if n.residency.kind == "full"}
             tables = {kind.table for kind in layout.kinds if full & set(kind.groups)}
             for fragment in layout.fragments:
                 if fragment.table in tables:

@@ -154,7 +154,7 @@ class VllmPoolScheduler:
         """The hand-over loads these tokens of a request; the engine that computed them saves."""
         tracker = self._tracker(request)
         if tracker is not None:
-            tracker.load, tracker.declined = None, ""
+            tracker.load, tracker.declined, tracker.final = None, "", 0
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def _tracker(self, request: Any) -> RequestTracker | None:

@@ -15,8 +15,10 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.cuda.bus import Bus
 from kvferry.errors import DescriptionError, TransferError
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
@@ -87,7 +89,7 @@ class PoolWorker:
             bases,
             replica=me.replica,
             replicas=me.replicas,
-            pace=DEVICE_PACE if staged else None,
+            pace=DEVICE_PACE if isinstance(store, DeviceStore) else None,
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
@@ -196,9 +198,6 @@ def _staged(store: Store, regions: list[MemoryRegion], checked: bool, gpu: bool)
     if checked:
         return CheckedStore(store, memory)
     if isinstance(store, EmbeddedStore):
-        from kvferry.carriers.cuda.bus import Bus
-        from kvferry.pool.embedded.device import DeviceStore
-
         try:
             return DeviceStore(store, memory, Bus(regions))
         except TransferError as error:
