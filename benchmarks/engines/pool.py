@@ -157,7 +157,10 @@ def run(
 
 
 def warm_up(engine: Engine, length: int, report: Report) -> None:
-    """Until its connector finds what it has saved: a pool's first records take a moment."""
+    """Until its connector finds what it has saved: a pool's first records take a moment, and its
+    memory is pinned after the start, which vLLM's connector does during it."""
+    if (seconds := engine.call("ready_memory")) > 1:
+        report.say(f"{engine.name}: its memory was pinned {seconds:.1f} s later")
     began = time.monotonic()
     while True:
         engine.ask(0, length)

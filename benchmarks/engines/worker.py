@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import numpy as np
 
 IDLE_SECONDS = 0.001  # between two looks at the socket of an engine that has nothing to do
 SETTLE_SECONDS = 30.0
+PIN_SECONDS = 60.0
 PINNED_BYTES = 1 << 30
 PINNED_ROUNDS = 5
 
@@ -159,6 +161,15 @@ class Worker:
             if time.monotonic() > began + SETTLE_SECONDS:
                 return {"ok": False, "seconds": time.monotonic() - began}
             time.sleep(IDLE_SECONDS)
+
+    def ready_memory(self, number: int) -> float:
+        """Wait until the pool's memory is pinned, which goes on after the start; how long."""
+        began = time.monotonic()
+        while any(thread.name == "kvferry-pin" for thread in threading.enumerate()):
+            if time.monotonic() > began + PIN_SECONDS:
+                break
+            time.sleep(IDLE_SECONDS)
+        return time.monotonic() - began
 
     def stats(self, number: int) -> dict[str, Any]:
         """The connector's own counts since the last call."""

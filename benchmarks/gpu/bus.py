@@ -46,39 +46,42 @@ def main() -> None:
 def rows(on: Device, cache: int, host: int, stream: CudaStream) -> None:
     ids = np.random.default_rng(0).permutation(BLOCKS)[:OBJECTS].tolist()
 
-    def by_object(width: int) -> list[Rows]:
+    def by_object(width: int) -> Rows:
         """Blocks that lie anywhere: a copy for each."""
-        return [
-            Rows(host + n * EXTENT, width, cache + i * PAGE, BLOCKS * PAGE, width, LAYERS)
-            for n, i in enumerate(ids)
-        ]
+        return Rows.of(
+            [
+                (host + n * EXTENT, width, cache + i * PAGE, BLOCKS * PAGE, width, LAYERS)
+                for n, i in enumerate(ids)
+            ]
+        )
 
-    def by_layer(width: int) -> list[Rows]:
+    def by_layer(width: int) -> Rows:
         """Neighbouring blocks: a copy for each layer."""
-        return [
-            Rows(host + n * width, EXTENT, cache + n * BLOCKS * PAGE, PAGE, width, OBJECTS)
-            for n in range(LAYERS)
-        ]
+        return Rows.of(
+            [
+                (host + n * width, EXTENT, cache + n * BLOCKS * PAGE, PAGE, width, OBJECTS)
+                for n in range(LAYERS)
+            ]
+        )
 
-    whole = [Rows(host, OBJECT, cache, OBJECT, OBJECT, OBJECTS)]
+    whole = Rows.of([(host, OBJECT, cache, OBJECT, OBJECT, OBJECTS)])
     print("| copies | out GB/s | back GB/s |\n|---|---|---|")
     for name, copies in (
         ("one, contiguous", whole),
         *((f"a block each, pages of {w >> 10} KiB", by_object(w)) for w in WIDTHS),
         (f"a layer each, pages of {PAGE >> 10} KiB", by_layer(PAGE)),
     ):
-        total = sum(some.width * some.height for some in copies)
+        total = int((copies.width * copies.height).sum())
         rates = [_rate(total, copies, outward, stream) for outward in (True, False)]
         print(f"| {name} | {rates[0]:.1f} | {rates[1]:.1f} |", flush=True)
 
 
-def _rate(total: int, copies: list[Rows], outward: bool, stream: CudaStream) -> float:
+def _rate(total: int, copies: Rows, outward: bool, stream: CudaStream) -> float:
     best = 0.0
     for _ in range(ROUNDS):
         stream.synchronize()
         began = time.perf_counter()
-        for some in copies:
-            stream.copy_rows(some, outward=outward)
+        stream.copy_rows(copies, outward=outward)
         stream.synchronize()
         best = max(best, total / (time.perf_counter() - began) / GB)
     return best

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvferry.carriers.cuda import bus, kernels, staging, stream
 from kvferry.carriers.cuda.driver import CudaError, DevicePlace, Rows
 
 OUT_OF_MEMORY = 2
+ahead: dict[int, Callable[[], None]] = {}  # by handle, what happens before others' events
 made: list[Any] = []  # streams and events that were not destroyed
 
 
@@ -53,16 +55,20 @@ class Stream(Handle):
     copy_at_once = copy
 
     def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
-        for row in range(rows.height):
-            host = rows.host + row * rows.host_pitch
-            there = rows.device + row * rows.device_pitch
-            dst, src = (host, there) if outward else (there, host)
-            ctypes.memmove(dst, src, rows.width)
+        fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
+        for copy in zip(*fields, rows.width, rows.height, strict=True):
+            host, host_pitch, device, device_pitch, width, height = map(int, copy)
+            for row in range(height):
+                here, there = host + row * host_pitch, device + row * device_pitch
+                dst, src = (here, there) if outward else (there, here)
+                ctypes.memmove(dst, src, width)
 
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
-    def wait_for(self, event: Event) -> None: ...
+    def wait_for(self, event: Event | int) -> None:
+        if isinstance(event, int):
+            ahead[event]()
 
     def synchronize(self) -> None: ...
 

@@ -52,6 +52,7 @@ class SmallEngine:
         weights: str = "",
         open_lookups: Callable[[], Store] | None = None,
         choice: LoadChoice | None = None,
+        at_once: bool = False,
     ) -> None:
         self.case, self.side = case, side
         own = case["src"] if side == "src" else case["dst"]
@@ -71,7 +72,10 @@ class SmallEngine:
         self.pins: Counter[int] = Counter()
         self.null = own["shape"]["null_block"]
         self.scheduler = PoolScheduler(
-            limits or PoolLimits(lookup_seconds=5, load_seconds=10, save_seconds=10),
+            limits
+            or PoolLimits(
+                lookup_seconds=5, load_seconds=10, save_seconds=10, lookup_at_once=at_once
+            ),
             open_lookups or open_store,
             pin=self.pins.update,
             unpin=self.pins.subtract,

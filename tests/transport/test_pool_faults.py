@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -323,11 +324,11 @@ def test_an_exception_at_each_point_of_a_save(
     writer.until(lambda: writer.scheduler.counters["layouts_published"] > 0)
     with monkeypatch.context() as patch:
         if point == "fence":
-            start = rank_module.Saver.start
+            start, fence = rank_module.Saver.start, SimpleNamespace(event=0, wait=raising(error))
             patch.setattr(
                 rank_module.Saver,
                 "start",
-                lambda self, o, d, f=None: start(self, o, d, raising(error)),
+                lambda self, o, d, f=None: start(self, o, d, fence),
             )
         else:
             broken(patch, point, error)

@@ -105,7 +105,7 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=1.0))
-    count = load_module.LoadPace().threads
+    count = load_module.Pace().threads
     names = [f"r{n}" for n in range(count + 1)]
     found = {name: reader.matched(name, tokens) for name in names}
     release = threading.Event()
@@ -138,11 +138,11 @@ def test_too_many_stuck_threads(pair: Pair, monkeypatch: Any) -> None:
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=0.2))
     release = threading.Event()
-    names = [f"r{n}" for n in range(load_module.LoadPace().threads + 3)]
+    names = [f"r{n}" for n in range(load_module.Pace().threads + 3)]
     found = {name: reader.matched(name, tokens) for name in names}
     pair.faults["get"] = lambda *_: release.wait(30) and None
     hung = [reader.load(name, found[name])[0].hung for name in names]
-    assert hung.count(True) == load_module.LoadPace().threads + 1 and not hung[-1]
+    assert hung.count(True) == load_module.Pace().threads + 1 and not hung[-1]
     release.set()
     all_ended(reader)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     plain = host_device.Stream.copy_rows
 
     def counted(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
-        rows.append((some.width, some.height))
+        rows.extend(zip(some.width.tolist(), some.height.tolist(), strict=True))
         plain(self, some, outward=outward, waits=waits)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", counted)
@@ -156,7 +157,8 @@ def test_no_copy_reaches_over_the_end_of_registered_memory(
     plain = host_device.Stream.copy_rows
 
     def watched(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
-        seen.append((some.host, some.host + (some.height - 1) * some.host_pitch + some.width))
+        ends = some.host + (some.height - 1) * some.host_pitch + some.width
+        seen.extend(zip(some.host.tolist(), ends.tolist(), strict=True))
         plain(self, some, outward=outward, waits=waits)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", watched)
@@ -289,6 +291,86 @@ def test_the_device_reads_what_a_processor_wrote(
     store.close()
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_put_is_queued_before_its_bytes_are_final(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """The device waits for the step that computes them, by itself; or the buffers' thread does."""
+    cache, _, store = cache_and_store(tmp_path)
+    final, some = cache.copy(), range(6)
+    cache[:] = 0
+    waited: list[str] = []
+
+    def computed() -> None:
+        cache[:] = final
+
+    def wait() -> None:
+        waited.append("here")
+        computed()
+
+    host_device.ahead[77] = computed
+    if broken:
+        monkeypatch.setattr(Bus, "out", lambda *_: (_ for _ in ()).throw(TransferError("lost")))
+    fence = SimpleNamespace(event=77, wait=wait)
+    objects = blocks(cache, some)
+    assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
+    assert waited == (["here"] if broken else [])
+    cache[:] = 0
+    assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
+    shape = (LAYERS, OBJECTS, PAGE)
+    assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
+    host_device.ahead.clear()
+    store.close()
+
+
+def test_copies_are_the_runs_whatever_their_distances() -> None:
+    """Every byte of every run once, and none across the border of two registrations."""
+    rng = np.random.default_rng(4)
+    joined = cut = 0
+    for _ in range(300):
+        count, runs = int(rng.integers(1, 12)), int(rng.integers(1, 5))
+        size = 1024 * int(rng.integers(1, 3))
+        pitch = size + 1024 * int(rng.integers(0, 3))
+        first = (1 << 40) + rng.choice([size, 2 * pitch * runs], 1) * np.arange(count)
+        if rng.random() < 0.5:  # some blocks lie elsewhere
+            first[rng.random(count) < 0.4] += 1 << 30
+        address = first[:, None] + np.arange(runs) * pitch * (1 + (rng.random() < 0.3))
+        if rng.random() < 0.2:
+            address[count // 2] = address[count // 2, ::-1]
+        place = (1 << 20) + np.arange(count) * (runs * size + 512 * int(rng.integers(0, 2)))
+        starts = [1 << 20, (1 << 20) + int(rng.integers(1, count * runs * size + 2))]
+        one = np.ones(count, dtype=np.int64)
+        objects = BusObjects(
+            place,
+            one * (runs * size),
+            one * runs,
+            np.tile(np.arange(runs) * size, count),
+            address.reshape(-1),
+            np.full(count * runs, size),
+        )
+        rows = buses.run_rows(objects, starts)
+        expected = {
+            (int(place[n]) + run * size + at, int(address[n, run]) + at)
+            for n in range(count)
+            for run in range(runs)
+            for at in range(0, size, 256)
+        }
+        found = list[tuple[int, int]]()
+        fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
+        for copy in zip(*fields, rows.width, rows.height, strict=True):
+            host, host_pitch, there, there_pitch, width, height = map(int, copy)
+            end = host + (height - 1) * host_pitch + width
+            assert not any(host < border < end for border in starts)
+            for row in range(height):
+                here, far = host + row * host_pitch, there + row * there_pitch
+                found += [(here + at, far + at) for at in range(-here % 256, width, 256)]
+            cut += width < size
+            joined += height > runs
+        aligned = {pair for pair in expected if pair[0] % 256 == 0}
+        assert len(found) == len(set(found)) and set(found) == aligned
+    assert joined > 20 and cut > 20
+
+
 def test_what_is_damaged_gone_or_on_disk(on: HostDevice, tmp_path: Path) -> None:
     cache, inner, store = cache_and_store(tmp_path, disk=True)
     before, every = cache.copy(), range(OBJECTS)
@@ -370,7 +452,7 @@ def test_a_put_that_fails_between_its_parts(
     on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is under way ends before its extents are given back."""
-    monkeypatch.setattr(device, "PART_OBJECTS", 4)
+    monkeypatch.setattr(device, "PUT_OBJECTS", 4)
     cache, inner, store = cache_and_store(tmp_path)
     some, order = range(12), list[str]()
     plain, close, abandon = Bus.out, Crossing.close, Tiers.abandon

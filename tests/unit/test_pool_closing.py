@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvferry.pool.orders import LoadOrder, PoolCounters, PoolLoaded, Saved, SaveOrder, TableBlocks
-from kvferry.pool.rank import BATCH_OBJECTS, Loader, PoolRank, Saver
+from kvferry.pool.rank import Loader, Pace, PoolRank, Saver
 from kvferry.pool.store import Outcome
 from waiting import wait_until
 
+BATCH_OBJECTS = Pace().save_objects
 BLOCKS = 3 * BATCH_OBJECTS
 ORDER = SaveOrder(
     1,

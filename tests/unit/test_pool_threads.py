@@ -120,24 +120,31 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
     """Until then, a step under way may write the blocks that it was given."""
     written = threading.Event()
 
-    def fence() -> None:
-        assert written.wait(20)
-        store.seen.append("fence")
+    class Written:
+        event = 0
 
-    loader.start(order("r"), SCOPE, fence)
+        def wait(self) -> None:
+            assert written.wait(20)
+            store.seen.append("fence")
+
+    class Broken(Written):
+        def wait(self) -> None:
+            raise ZeroDivisionError
+
+    loader.start(order("r"), SCOPE, Written())
     require_for(0.05, lambda: store.seen == [])
     written.set()
     assert ended(loader, 1)[0].ok and store.seen == ["fence", "get"]
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.05)
     written.clear()
-    loader.start(order("late", 0.05), SCOPE, fence)
+    loader.start(order("late", 0.05), SCOPE, Written())
     (end,) = ended(loader, 1)
     assert not end.ok and not end.hung, "it has written nothing"
     written.set()
     wait_until(lambda: store.seen == ["fence", "get", "fence"])
     require_for(0.05, lambda: store.seen == ["fence", "get", "fence"])
     assert loader.take_done() == []
-    loader.start(order("broken"), SCOPE, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    loader.start(order("broken"), SCOPE, Broken())
     (end,) = ended(loader, 1)
     assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
 

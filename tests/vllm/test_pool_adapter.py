@@ -60,7 +60,7 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
         def load(self, order: LoadOrder, fence: Any) -> None:
             events.append(order.request_id)
             if fence is not None:
-                fence()
+                fence.wait()
 
     def started(on_device: bool, *names: str) -> list[str]:
         worker = PoolWorker.__new__(PoolWorker)

@@ -5,6 +5,9 @@
 hashes, asks the store one batched question about all fragments in all known layouts, and finds the
 hit. Any error of the store is a miss, and counted. Between questions, the thread keeps our own
 layout published, and checks whether blocks that routers know of still exist (`EvictionWatch`).
+Where the store's index is this host's memory, which nothing waits for (`at_once`), the scheduler's
+thread asks it by itself if the server's thread does not: an answer takes less time than two threads
+need to take the interpreter's lock from each other.
 
 **The client** (`LookupKeyClient`) belongs to the scheduler's thread, which asks once per step. The
 first time, the client passes the question on. It answers `None` while the server works, and a miss
@@ -26,6 +29,7 @@ at a time, and the scheduler's thread takes those that are gone and tells the ro
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -51,6 +55,13 @@ CACHE_SECONDS = 1.0  # an answer may be this old; the load notices evictions
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two checks of published layouts while no question comes
 OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
+# With `at_once`, layouts are looked for so often while questions come, so that these need not.
+# After a longer while without any, the thread answers, which looks for layouts first.
+TEND_SECONDS = 0.4
+FRESH_SECONDS = 1.0
+# The store hears of a request so much later: by then the engine has given its device work to do,
+# and the interpreter's lock is free.
+TELL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +98,7 @@ class LookupQuestion:
 
 
 class LookupKeyServer:
-    """One thread with one store. `ask` returns at once; the thread sets the question's answer."""
+    """One thread with one store. `ask` never waits; the question gets its answer then or later."""
 
     def __init__(
         self,
@@ -97,11 +108,16 @@ class LookupKeyServer:
         reader: PoolReader,
         counters: PoolCounters,
         watch: EvictionWatch,
+        *,
+        at_once: bool = False,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
-        self._metadata, self._watch = metadata, watch
+        self._metadata, self._watch, self._at_once = metadata, watch, at_once
         self._registry = LayoutRegistry(metadata, ours, counters)
         self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
+        self._using = threading.Lock()  # the store, and all below it
+        self._asked_at = -math.inf  # the last question
+        self._tended_at = -math.inf
         self._store: Store | None = None
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[str, int], LookupAnswer] = OrderedDict()
@@ -127,7 +143,16 @@ class LookupKeyServer:
         return busy_until is not None and now > busy_until + STUCK_SECONDS
 
     def ask(self, asked: LookupQuestion) -> None:
-        self._queue.put(asked)
+        """Answer now, if nothing has to be waited for; else the thread does."""
+        now = self._asked_at = time.monotonic()
+        fresh = self._at_once and now < self._tended_at + FRESH_SECONDS
+        if fresh and self._using.acquire(blocking=False):
+            try:
+                if self._store is not None:
+                    asked.answer = self._answer(asked)
+            finally:
+                self._using.release()
+        self._queue.put(asked)  # to answer it, or to tell the store of it
 
     def drain(self) -> list[LookupQuestion]:
         """Remove and return the questions that still wait."""
@@ -137,7 +162,7 @@ class LookupKeyServer:
                 asked = self._queue.get_nowait()
             except Empty:
                 return left
-            if asked is not None:
+            if asked is not None and asked.answer is None:
                 left.append(asked)
 
     def close(self, seconds: float = 0.0) -> None:
@@ -151,21 +176,28 @@ class LookupKeyServer:
         try:
             self._tend()
             while not self._closed:
+                busy = self._at_once and time.monotonic() < self._asked_at + IDLE_SECONDS
                 try:
-                    asked = self._queue.get(timeout=IDLE_SECONDS)
+                    asked = self._queue.get(timeout=TEND_SECONDS if busy else IDLE_SECONDS)
                 except Empty:
                     self._tend()
                     continue
-                if asked is not None:
+                if asked is None:
+                    continue
+                if asked.answer is not None:  # given at once, or the client gave it up
+                    self._tell(asked, asked.answer)
+                    continue
+                with self._using:
                     answer = self._answer(asked)
-                    if asked.answer is None:  # otherwise the client gave it up
-                        asked.answer = answer
-                    self.answered.set()
-                    if asked.first and not answer.failed:
-                        self._tell(asked, answer)
+                if asked.answer is None:  # otherwise the client gave it up
+                    asked.answer = answer
+                self.answered.set()
+                self._tell(asked, answer)
         finally:
-            if self._store is not None:
-                self._store.close()
+            with self._using:
+                if self._store is not None:
+                    self._store.close()
+                self._store = None
 
     def _opened(self) -> Store:
         """The store. No deadline runs while it is being opened."""
@@ -199,12 +231,12 @@ class LookupKeyServer:
         if time.monotonic() < self._open_after:
             return
         tended = False
-        with self._guarded("the pool's layouts were not read"):
+        with self._using, self._guarded("the pool's layouts were not read"):
             store = self._opened()
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             self._registry.refresh(store, deadline)
             self._watch.look(store, deadline)
-            tended = True
+            self._tended_at, tended = time.monotonic(), True
         if not tended:
             self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
 
@@ -221,7 +253,9 @@ class LookupKeyServer:
         chain, reader = asked.chain, self._reader
         most = reader.most_tokens(asked.count)
         store = self._opened()
-        self._registry.refresh(store, asked.deadline)
+        if time.monotonic() > self._tended_at + FRESH_SECONDS or not self._at_once:
+            self._registry.refresh(store, asked.deadline)
+            self._tended_at = time.monotonic()
         if not asked.full and self._begins_new(asked, store):
             return LookupAnswer(head_only=True)
         chain.cover(asked.tokens, asked.count)
@@ -274,12 +308,16 @@ class LookupKeyServer:
 
     def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
         """Tell the store about an answered request, once, so that its eviction can learn."""
+        if not asked.first or answer.failed:
+            return
+        if self._at_once:
+            time.sleep(max(0.0, answer.at + TELL_SECONDS - time.monotonic()))
         ours, align = self._registry.ours, self._reader.align_tokens
         most = self._reader.most_tokens(asked.count)
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < most // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
-        with self._guarded("the store did not hear of a request"):
+        with self._using, self._guarded("the store did not hear of a request"):
             asked.chain.cover(asked.tokens, asked.count)
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):

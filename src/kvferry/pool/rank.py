@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field, replace
@@ -57,13 +57,20 @@ from kvferry.pool.orders import (
     StoreOperation,
     TableBlocks,
 )
-from kvferry.pool.store import Outcome, Ranges, Store, require_answers
+from kvferry.pool.store import (
+    Fence,
+    FencedStore,
+    Outcome,
+    Ranges,
+    Store,
+    require_answers,
+    sizes_of,
+)
 from kvferry.workers import Call, Threads
 
 log = logging.getLogger("kvferry")
 
 CLOSE_SECONDS = 5.0  # for running saves and loads when the engine ends
-Fence = Callable[[], None]  # returns when the device has finished all earlier work
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +124,13 @@ class PoolRank:
         *,
         replica: int = 0,
         replicas: int = 1,
-        pace: LoadPace | None = None,
+        pace: Pace | None = None,
+        fenced: FencedStore | None = None,
     ) -> None:
-        """`replica` of `replicas`: this worker among those with the same rank and bytes."""
+        """`replica` of `replicas`: this worker among those with the same rank and bytes.
+
+        fenced  the store, if its device waits for fences itself
+        """
         self.counters = PoolCounters()
         self._store, self._model, self._layout = store, model, layout
         self._make_scope = partial(
@@ -142,8 +153,9 @@ class PoolRank:
             ]
         )
         self._ended = threading.Event()  # a save or a load has, since this was cleared
-        self._saver = Saver(store, self.counters, self._ended)
-        self._loader = Loader(store, self.counters, self._ended, pace or LoadPace())
+        pace = pace or Pace()
+        self._saver = Saver(store, self.counters, self._ended, pace, fenced)
+        self._loader = Loader(store, self.counters, self._ended, pace)
 
     def tell(self, scope: Scope) -> None:
         """Take the scope from which keys are made."""
@@ -191,7 +203,6 @@ class PoolRank:
         self._store.close()
 
 
-BATCH_OBJECTS = 256  # put at a time; the deadline is checked in between
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 
@@ -200,10 +211,16 @@ class Saver:
     """One thread that saves jobs in order."""
 
     def __init__(
-        self, store: Store, counters: PoolCounters, ended: threading.Event | None = None
+        self,
+        store: Store,
+        counters: PoolCounters,
+        ended: threading.Event | None = None,
+        pace: Pace | None = None,
+        fenced: FencedStore | None = None,
     ) -> None:
         """ended  set when a job has ended"""
-        self._store, self._counters = store, counters
+        self._store, self._counters, self._fenced = store, counters, fenced
+        self._most = (pace or Pace()).save_objects
         self._ended = ended or threading.Event()
         self._started = self._reported = 0  # jobs
         self._threads = Threads("kvferry-save", 1)
@@ -274,19 +291,20 @@ class Saver:
         if time.monotonic() < self._paused_until:
             self._counters.add("save_dropped")
             return _all_blocks(order)
-        if fence is not None:
-            fence()
+        if fence is not None and self._fenced is None:
+            fence.wait()
+            fence = None
         deadline = time.monotonic() + order.seconds
         failed: set[tuple[int, int]] = set()
         for blocks in order.tables:
             if blocks.table in scope.memory:
-                failed |= self._save_table(blocks, scope, deadline)
+                failed |= self._save_table(blocks, scope, deadline, fence)
         if not failed:
             self._pause_seconds = FIRST_PAUSE_SECONDS
         return failed
 
     def _save_table(
-        self, blocks: TableBlocks, scope: RankScope, deadline: float
+        self, blocks: TableBlocks, scope: RankScope, deadline: float, fence: Fence | None
     ) -> set[tuple[int, int]]:
         numbers = np.asarray(blocks.numbers, dtype=np.int64)
         mine = scope.my_turn(blocks.table, numbers)
@@ -300,8 +318,8 @@ class Saver:
         self._counters.add("save_known", int(known.sum()))
         new = np.flatnonzero(~known)
         failed: set[tuple[int, int]] = set()
-        for start in range(0, len(new), BATCH_OBJECTS):
-            some = new[start : start + BATCH_OBJECTS]
+        for start in range(0, len(new), self._most):
+            some = new[start : start + self._most]
             names = [keys[i] for i in some.tolist()]
             objects = scope.objects(blocks.table, ids[mine[some]])
             if self._closed or time.monotonic() >= deadline:
@@ -310,19 +328,26 @@ class Saver:
                 asked_bytes = len(names) * scope.memory[blocks.table].object_bytes
                 put = StoreOperation("save_put", len(names), asked_bytes)
                 with self._counters.operation(put):
-                    outcomes = self._store.put(names, objects, deadline)
+                    if self._fenced is not None and fence is not None:
+                        outcomes = self._fenced.put_after(names, objects, deadline, fence)
+                    else:
+                        outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
                     put.failed = sum(o not in (Outcome.DONE, Outcome.EXISTS) for o in outcomes)
-            for place, outcome in zip(some.tolist(), outcomes, strict=True):
-                self._counters.add(f"save_{outcome.value}")
-                if outcome not in (Outcome.DONE, Outcome.EXISTS):
-                    failed.add((blocks.table, int(numbers[mine[place]])))
-            done = sum(outcome is Outcome.DONE for outcome in outcomes)
+            counts = Counter(outcomes)
+            for outcome, count in counts.items():
+                self._counters.add(f"save_{outcome.value}", count)
+            if counts[Outcome.DONE] + counts[Outcome.EXISTS] < len(outcomes):
+                failed |= {
+                    (blocks.table, int(numbers[mine[place]]))
+                    for place, outcome in zip(some.tolist(), outcomes, strict=True)
+                    if outcome not in (Outcome.DONE, Outcome.EXISTS)
+                }
             object_bytes = scope.memory[blocks.table].object_bytes
-            self._counters.add("saved_bytes", done * object_bytes)
+            self._counters.add("saved_bytes", counts[Outcome.DONE] * object_bytes)
             if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
                 self._pause()  # the rest would fail too
-                left = new[start + BATCH_OBJECTS :]
+                left = new[start + self._most :]
                 failed |= {(blocks.table, n) for n in numbers[mine[left]].tolist()}
                 break
         return failed
@@ -338,16 +363,17 @@ MOST_LOST_THREADS = 32  # stuck in the store; beyond, loads wait for the other t
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPace:
-    """How loads ask the store."""
+class Pace:
+    """How loads and saves ask the store."""
 
-    threads: int = 4
-    chunk_tokens: int = 2048  # asked for at a time; bounds memory, and spreads work over threads
+    threads: int = 4  # of loads
+    chunk_tokens: int = 2048  # loaded at a time; bounds memory, and spreads work over threads
+    save_objects: int = 256  # put at a time; the deadline is checked in between
 
 
 # A device that copies by itself needs few threads: they only take the interpreter's lock from each
-# other, and from the engine.
-DEVICE_PACE = LoadPace(threads=2, chunk_tokens=8192)
+# other, and from the engine. Its store cuts a put into parts itself, of which some overlap.
+DEVICE_PACE = Pace(threads=2, chunk_tokens=8192, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -375,11 +401,11 @@ class Loader:
         store: Store,
         counters: PoolCounters,
         ended: threading.Event | None = None,
-        pace: LoadPace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """ended  set when a load has ended"""
         self._ended = ended or threading.Event()
-        self._store, self._counters, self._pace = store, counters, pace or LoadPace()
+        self._store, self._counters, self._pace = store, counters, pace or Pace()
         self._running: set[_Running] = set()
         self._done: deque[PoolLoaded] = deque()
         self._recovered: deque[str] = deque()
@@ -389,7 +415,7 @@ class Loader:
         self._threads = Threads("kvferry-load-one", MOST_LOADS)
 
     def start(self, order: LoadOrder, scope: RankScope, fence: Fence | None = None) -> None:
-        """Begin a load once `fence` has returned. This never raises and never waits."""
+        """Begin a load once the device has come to `fence`. This never raises and never waits."""
         running = _Running(order, time.monotonic() + order.seconds)
         with self._changed:
             self._running.add(running)
@@ -449,7 +475,7 @@ class Loader:
         raised = False
         try:
             if fence is not None:  # an earlier step may still write to these blocks
-                fence()
+                fence.wait()
             with self._changed:
                 if running not in self._running:
                     return  # given up
@@ -536,25 +562,28 @@ class Loader:
             )
             for fragment in set(wanted.fragments)
         }
-        keys = []
-        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
-            prefix, digests = named[fragment]
-            keys.append(PoolKey.build_key_string(prefix, digests[block]))
+        keys = [
+            PoolKey.build_key_string(named[fragment][0], named[fragment][1][block])
+            for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True)
+        ]
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
-        asked_bytes = sum(int(part.length.sum()) for part in wanted.slices)
-        get = StoreOperation("load_get", len(keys), asked_bytes)
+        sizes = sizes_of(wanted.slices)
+        get = StoreOperation("load_get", len(keys), sum(sizes))
         with self._counters.operation(get):
             outcomes = self._store.get(keys, wanted.slices, deadline)
             require_answers(outcomes, keys)
-            get.failed = sum(outcome is not Outcome.DONE for outcome in outcomes)
-        bad, moved = [], 0
-        for outcome, start, part in zip(outcomes, wanted.starts, wanted.slices, strict=True):
-            self._counters.add(f"load_{outcome.value}")
+            get.failed = len(outcomes) - outcomes.count(Outcome.DONE)
+        for outcome, count in Counter(outcomes).items():
+            self._counters.add(f"load_{outcome.value}", count)
+        if not get.failed:
+            return _Chunk(get.bytes)
+        moved, bad = 0, []
+        for outcome, start, size in zip(outcomes, wanted.starts, sizes, strict=True):
             if outcome is Outcome.DONE:
-                moved += int(part.length.sum())
+                moved += size
             else:
                 bad.append((segment.group, start, outcome.value))
         return _Chunk(moved, tuple(bad))

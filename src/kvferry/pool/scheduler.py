@@ -142,6 +142,7 @@ class PoolScheduler:
             self._reader,
             self.counters,
             self.watch,
+            at_once=self.limits.lookup_at_once,
         )
 
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
@@ -433,6 +434,7 @@ class PoolLimits:
     most_pinned_at_end: int = 1 << 30  # when a request is over
     min_load_tokens: int | Literal["auto"] = "auto"
     lookup: bool = True
+    lookup_at_once: bool = False  # the store's index is this host's memory
     save: bool = True
 
 

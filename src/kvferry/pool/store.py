@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+T = TypeVar("T")
 
 MOST_RECORD_BYTES = 64 << 20  # of `put_bytes`: a layout of thousands of ranks has a few MiB
 
@@ -102,6 +103,26 @@ class Store(Protocol):
         """Idempotent."""
 
 
+class Fence(Protocol):
+    """A point of a device's work that lies ahead, from which on memory may be read or written."""
+
+    @property
+    def event(self) -> int:
+        """The driver's handle, for work on the same device that has to wait for it."""
+
+    def wait(self) -> None:
+        """Until the device has come to it. Any thread, any number of times."""
+
+
+class FencedStore(Store, Protocol):
+    """A store for which the device itself waits, so that a put is prepared while it computes."""
+
+    def put_after(
+        self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
+    ) -> list[Outcome]:
+        """As `put`; the objects' bytes are final from the fence on."""
+
+
 def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
     """Whether the memory of each object is registered."""
     if not parts:
@@ -113,6 +134,19 @@ def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> 
         return [True] * len(parts)
     _log.warning("%d bytes at %#x are not inside the registered memory", length[bad], address[bad])
     return [regions.first_outside(p.address, p.length) < 0 for p in parts]
+
+
+def by_lengths(objects: Sequence[Ranges] | Sequence[Slices], work: Callable[[Ints], T]) -> list[T]:
+    """Something of each object's lengths. Most objects share one array of them."""
+    known: dict[int, T] = {}
+    for one in objects:
+        if id(one.length) not in known:
+            known[id(one.length)] = work(one.length)
+    return [known[id(one.length)] for one in objects]
+
+
+def sizes_of(objects: Sequence[Ranges] | Sequence[Slices]) -> list[int]:
+    return by_lengths(objects, lambda length: int(length.sum()))
 
 
 def require_answers(answers: Sized, keys: Sequence[str]) -> None:

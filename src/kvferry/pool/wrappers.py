@@ -42,7 +42,17 @@ import xxhash
 from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.carriers.host import joined
 from kvferry.errors import StoreError, TransferError
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, Store, inside, move
+from kvferry.pool.store import (
+    Bools,
+    Ints,
+    Outcome,
+    Ranges,
+    Slices,
+    Store,
+    inside,
+    move,
+    sizes_of,
+)
 
 log = logging.getLogger("kvferry")
 
@@ -366,7 +376,7 @@ def _packed(wanted: Slices, begin: int) -> Slices:
 
 
 def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
-    return np.array([int(p.length.sum()) for p in parts], dtype=np.int64)
+    return np.array(sizes_of(parts), dtype=np.int64)
 
 
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -71,6 +71,7 @@ ONE_RUN = 1 << 60  # bytes: a half is one run
 PIN_BYTES = 256 << 20  # registered at a time
 
 Hashes = NDArray[np.uint64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,9 +160,14 @@ class Bus:
     def pinned_bytes(self) -> int:
         return self._pins.bytes if self._pins is not None else 0
 
-    def out(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
-        """Bring objects to the host."""
-        return self._move(objects, chunk_bytes, deadline, outward=True)
+    def out(
+        self, objects: BusObjects, chunk_bytes: int, deadline: float, after: int = 0
+    ) -> Crossing:
+        """Bring objects to the host.
+
+        after  a handle of the driver's event: the device begins when that has happened. 0: at once
+        """
+        return self._move(objects, chunk_bytes, deadline, outward=True, after=after)
 
     def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
         """Bring objects to the device."""
@@ -179,7 +185,13 @@ class Bus:
                 lane.free()
 
     def _move(
-        self, objects: BusObjects, chunk_bytes: int, deadline: float, *, outward: bool
+        self,
+        objects: BusObjects,
+        chunk_bytes: int,
+        deadline: float,
+        *,
+        outward: bool,
+        after: int = 0,
     ) -> Crossing:
         self._memory.table.require("this process", objects.address, objects.size)
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -189,11 +201,13 @@ class Bus:
             raise TransferError("objects were not moved in time")
         starts = self._pins.starts if self._pins is not None else []
         pinned = self._is_pinned(objects)
-        rows = self._direct_rows(objects, starts) if pinned else []
+        rows = self._direct_rows(objects, starts) if pinned else None
         lane = self._take(deadline)
         try:
             with self.device.current():
-                if rows:
+                if after:
+                    lane.wait_for(after)
+                if rows is not None:
                     lane.queue_direct(objects, chunk_bytes, rows, outward=outward)
                 else:
                     lane.queue_staged(
@@ -216,12 +230,12 @@ class Bus:
         low, high = int(objects.place.min()), int((objects.place + objects.length).max())
         return self._pins.holds(low, high)
 
-    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> list[Rows]:
-        """Copies between the runs' places; none: these objects must be staged."""
+    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> Rows | None:
+        """Copies between the runs' places; None: these objects must be staged."""
         if len(objects.size) > MOST_RUNS or not objects.are_even(DIRECT_BYTES):
-            return []
-        rows = list(_run_rows(objects, starts))
-        return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else []
+            return None
+        rows = run_rows(objects, starts)
+        return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else None
 
     def _take(self, deadline: float) -> _Lane:
         with self._changed:
@@ -309,11 +323,16 @@ class _Lane:
             undo.pop_all()
         self._host[: self._runs_at] = constants
 
+    def wait_for(self, event: int) -> None:
+        """All that is queued from now on begins after this event."""
+        for stream in (self._buffers.stream, self._bus):
+            stream.wait_for(event)
+
     def queue_direct(
         self,
         objects: BusObjects,
         chunk_bytes: int,
-        rows: Sequence[Rows],
+        rows: Rows,
         *,
         outward: bool,
     ) -> None:
@@ -326,8 +345,7 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
-            for some in rows:
-                bus.copy_rows(some, outward=outward)
+            bus.copy_rows(rows, outward=outward)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
@@ -396,7 +414,7 @@ class _Lane:
                 runs = slice(int(run_ends[first]), int(run_ends[last]))
                 here, there = objects.address[runs], in_half[runs] + half.there
                 size = objects.size[runs]
-                rows = _rows(
+                rows = slot_rows(
                     objects.place[first:last],
                     objects.length[first:last],
                     offsets[first:last] + half.there,
@@ -410,14 +428,12 @@ class _Lane:
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
-                    for some in rows:
-                        bus.copy_rows(some, outward=True, waits=waits)
+                    bus.copy_rows(rows, outward=True, waits=waits)
                     half.moved.record(bus)
                 else:
                     if half.used:
                         bus.wait_for(half.computed)
-                    for some in rows:
-                        bus.copy_rows(some, outward=False, waits=waits)
+                    bus.copy_rows(rows, outward=False, waits=waits)
                     half.moved.record(bus)
                     stream.wait_for(half.moved)
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
@@ -567,7 +583,10 @@ def _cuts(sizes: Ints, room: int) -> list[int]:
     return cuts
 
 
-def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Iterator[Rows]:
+Copy = tuple[int, int, int, int, int, int]  # the fields of `Rows`
+
+
+def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Rows:
     """The fewest copies between objects on the host and their slots on the device."""
     count, width = len(place), int(length[0])
     low, high = int(place[0]), int(place[-1]) + width
@@ -575,89 +594,87 @@ def _rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Itera
         pitch = (high - width - low) // (count - 1)
         even = bool((place == low + np.arange(count) * pitch).all() and (length == width).all())
         if even and width <= pitch <= MOST_PITCH:  # the usual case
-            yield Rows(low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count)
-            return
-    if count == 1:
-        yield from _one(low, int(slot[0]), width, starts)
-        return
+            return Rows.of([(low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count)])
     step, slot_step = np.diff(place), np.diff(slot)
+    begin_in, whole = _registrations(place, length, starts)
     # whether an object continues the row of the one before it
-    even = (length[1:] == length[:-1]) & (step >= length[:-1]) & (step <= MOST_PITCH)
-    ends = place + length - 1
-    if len(starts) > 1:
-        borders = np.asarray(starts)
-        begin_in = np.searchsorted(borders, place, side="right")
-        end_in = np.searchsorted(borders, ends, side="right")
-        even &= (begin_in[1:] == end_in[1:]) & (begin_in[:-1] == begin_in[1:])
-        even &= begin_in[:-1] == end_in[:-1]
-    first = 0
-    while first < count:
-        last = first + 1
-        if last < count and even[first]:
-            same = even[first:] & (step[first:] == step[first])
-            same &= slot_step[first:] == slot_step[first]
-            broken = np.flatnonzero(~same)
-            last = first + 1 + (int(broken[0]) if len(broken) else count - 1 - first)
+    follows = (length[1:] == length[:-1]) & (step >= length[:-1]) & (step <= MOST_PITCH)
+    follows &= whole[1:] & whole[:-1] & (begin_in[1:] == begin_in[:-1])
+    copies: list[Copy] = []
+    for first, last in pairwise(_groups(follows, step, slot_step)):
         width = int(length[first])
         if last == first + 1:
-            yield from _one(int(place[first]), int(slot[first]), width, starts)
+            copies += _one(int(place[first]), int(slot[first]), width, starts)
         else:
-            pitches = int(step[first]), int(slot_step[first])
-            at = int(place[first]), pitches[0], int(slot[first]), pitches[1]
-            yield Rows(*at, width, last - first)
-        first = last
+            at = int(place[first]), int(step[first]), int(slot[first]), int(slot_step[first])
+            copies.append((*at, width, last - first))
+    return Rows.of(copies)
 
 
-def _run_rows(objects: BusObjects, starts: Sequence[int]) -> Iterator[Rows]:
+def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
     """Copies between the runs of even objects and the objects' places.
 
     Objects whose runs and places lie at equal distances go together, a copy for each run of an
     object; others by themselves, a copy each where their runs lie at equal distances.
     """
-    size, runs = int(objects.size[0]), int(objects.runs[0])
-    address, place = objects.address.reshape(len(objects), runs), objects.place
+    size, runs, count = int(objects.size[0]), int(objects.runs[0]), len(objects)
+    address, place = objects.address.reshape(count, runs), objects.place
     offsets = address - address[:, :1]
     alike = (offsets == offsets[0]).all(axis=1)
+    pitch = int(offsets[0, 1]) if runs > 1 else size
+    strided = size <= pitch <= MOST_PITCH
+    strided = strided and bool((offsets[0] == np.arange(runs) * pitch).all())
+    begin_in, whole = _registrations(place, objects.length, starts)
     step, place_step = np.diff(address[:, 0]), np.diff(place)
     follows = alike[1:] & alike[:-1] & (step >= size) & (step <= MOST_PITCH)
     follows &= (place_step >= size) & (place_step <= MOST_PITCH)
+    follows &= whole[1:] & whole[:-1] & (begin_in[1:] == begin_in[:-1])
+    bounds = _groups(follows, step, place_step)
+    together = np.diff(bounds) > (runs if strided else 1)
+    joined = np.repeat(together, np.diff(bounds))
+    single = ~joined & strided & whole & alike
+    parts = [_fields(place[single], size, address[single, 0], pitch, size, runs)]
+    for first, last in zip(
+        bounds[:-1][together].tolist(), bounds[1:][together].tolist(), strict=True
+    ):
+        to = place[first] + np.arange(runs) * size
+        gaps = place_step[first], step[first]
+        parts.append(_fields(to, gaps[0], address[first], gaps[1], size, last - first))
+    for at in np.flatnonzero(~joined & ~single).tolist():
+        for run in range(runs):
+            cut = _one(int(place[at]) + run * size, int(address[at, run]), size, starts)
+            parts += [_fields(*copy) for copy in cut]
+    return Rows(*np.concatenate(parts, axis=1))
+
+
+def _fields(*fields: Ints | int) -> Ints:
+    """Fields of `Rows`, of which some are the same for all copies."""
+    return np.stack(np.broadcast_arrays(*(np.atleast_1d(field) for field in fields)))
+
+
+def _registrations(place: Ints, length: Ints, starts: Sequence[int]) -> tuple[Ints, Bools]:
+    """The registration in which each object begins, and whether it ends there too."""
     borders = np.asarray(starts, dtype=np.int64)
     begin_in = np.searchsorted(borders, place, side="right")
-    whole = begin_in == np.searchsorted(borders, place + objects.length - 1, side="right")
-    follows &= whole[1:] & whole[:-1] & (begin_in[1:] == begin_in[:-1])
-    same = follows[1:] & (step[1:] == step[:-1]) & (place_step[1:] == place_step[:-1])
-    first, count = 0, len(objects)
-    while first < count:
-        last = first + 1
-        if last < count and follows[first]:
-            broken = np.flatnonzero(~same[first:])
-            last = min(count, first + 2 + (int(broken[0]) if len(broken) else count))
-        together = last - first
-        pitch = int(offsets[first, 1]) if runs > 1 else size
-        strided = bool((offsets[first] == np.arange(runs) * pitch).all())
-        strided = strided and size <= pitch <= MOST_PITCH
-        if together > 1 and (together > runs or not strided):
-            gaps = int(place_step[first]), int(step[first])
-            for run in range(runs):
-                to = int(place[first]) + run * size
-                yield Rows(to, gaps[0], int(address[first, run]), gaps[1], size, together)
-        else:
-            for at in range(first, last):
-                if strided and whole[at] and alike[at]:
-                    yield Rows(int(place[at]), size, int(address[at, 0]), pitch, size, runs)
-                else:
-                    for run in range(runs):
-                        to = int(place[at]) + run * size
-                        yield from _one(to, int(address[at, run]), size, starts)
-        first = last
+    return begin_in, begin_in == np.searchsorted(borders, place + length - 1, side="right")
 
 
-def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Rows]:
+def _groups(follows: Bools, *steps: Ints) -> Ints:
+    """Where groups of objects begin, and the end: each follows the one before it, at equal
+    steps."""
+    new = ~follows
+    for step in steps:
+        new[1:] |= follows[:-1] & (step[1:] != step[:-1])
+    begins = np.flatnonzero(new) + 1
+    return np.concatenate(([0], begins, [len(follows) + 1]))
+
+
+def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Copy]:
     """One object, cut where one registration ends and another begins."""
     end = place + length
     while place < end:
         at = bisect_right(starts, place)
         stop = min(end, starts[at]) if at < len(starts) else end
         size = stop - place
-        yield Rows(place, size, slot, size, size, 1)
+        yield place, size, slot, size, size, 1
         place, slot = stop, slot + size

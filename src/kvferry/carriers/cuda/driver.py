@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransferError
 
+Numbers = NDArray[np.int64]
 IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
 
@@ -52,33 +53,44 @@ class CudaError(TransferError):
         self.code = code
 
 
-class Rows(NamedTuple):
-    """Rows of equal length at equal distances, on the host and on a device."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Copies, each of rows of equal length at equal distances, on the host and on a device."""
 
-    host: int
-    host_pitch: int
-    device: int
-    device_pitch: int
-    width: int
-    height: int  # rows
+    host: Numbers
+    host_pitch: Numbers
+    device: Numbers
+    device_pitch: Numbers
+    width: Numbers
+    height: Numbers  # rows
+
+    @classmethod
+    def of(cls, copies: Sequence[tuple[int, int, int, int, int, int]]) -> Rows:
+        """The same from a tuple for each copy, in the order of the fields."""
+        return cls(*np.array(copies, dtype=np.int64).reshape(len(copies), 6).T)
+
+    def __len__(self) -> int:
+        return len(self.host)
 
 
-class _Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of cuda.h."""
-
-    _fields_ = [
+# CUDA_MEMCPY2D of cuda.h
+_MEMCPY_2D = np.dtype(
+    [
         (f"{side}_{name}", kind)
         for side in ("src", "dst")
         for name, kind in (
-            ("x", c_size_t),
-            ("y", c_size_t),
-            ("type", c_uint),
-            ("host", c_void_p),
-            ("device", c_uint64),
-            ("array", c_void_p),
-            ("pitch", c_size_t),
+            ("x", np.uint64),
+            ("y", np.uint64),
+            ("type", np.uint32),
+            ("host", np.uint64),
+            ("device", np.uint64),
+            ("array", np.uint64),
+            ("pitch", np.uint64),
         )
-    ] + [("width", c_size_t), ("height", c_size_t)]
+    ]
+    + [("width", np.uint64), ("height", np.uint64)],
+    align=True,
+)
 
 
 class _IpcHandle(ctypes.Structure):
@@ -352,28 +364,28 @@ class CudaStream:
     def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
         """Rows to the host (`outward`) or to the device. It `waits` where the host's memory is not
         registered."""
-        host = (_MEMORY_TYPE_HOST, rows.host, 0, rows.host_pitch)
-        there = (_MEMORY_TYPE_DEVICE, 0, rows.device, rows.device_pitch)
-        src, dst = (there, host) if outward else (host, there)
-        copy = _Memcpy2D(
-            **dict(zip(("src_type", "src_host", "src_device", "src_pitch"), src, strict=True)),
-            **dict(zip(("dst_type", "dst_host", "dst_device", "dst_pitch"), dst, strict=True)),
-            width=rows.width,
-            height=rows.height,
-        )
+        host, there = ("dst", "src") if outward else ("src", "dst")
+        table = np.zeros(len(rows), dtype=_MEMCPY_2D)
+        table[f"{host}_type"], table[f"{there}_type"] = _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE
+        table[f"{host}_host"], table[f"{host}_pitch"] = rows.host, rows.host_pitch
+        table[f"{there}_device"], table[f"{there}_pitch"] = rows.device, rows.device_pitch
+        table["width"], table["height"] = rows.width, rows.height
         call = self._driver.copy_rows_waiting if waits else self._driver.copy_rows
-        code = call(byref(copy), self.handle)
-        if code:
-            raise self._driver.error("cuMemcpy2DAsync", code)
+        first, handle = table.ctypes.data, self.handle
+        for at in range(first, first + table.nbytes, _MEMCPY_2D.itemsize):
+            code = call(at, handle)
+            if code:
+                raise self._driver.error("cuMemcpy2DAsync", code)
 
     def zero(self, dst: int, size: int) -> None:
         self._driver.call(
             "cuMemsetD8Async", c_uint64(dst), ctypes.c_ubyte(0), c_size_t(size), self.handle
         )
 
-    def wait_for(self, event: CudaEvent) -> None:
-        """What is queued from now on begins after the event."""
-        code = self._driver.after(self.handle, event.handle, 0)
+    def wait_for(self, event: CudaEvent | int) -> None:
+        """What is queued from now on begins after the event, ours or another library's handle."""
+        handle = event if isinstance(event, int) else event.handle
+        code = self._driver.after(self.handle, handle, 0)
         if code:
             raise self._driver.error("cuStreamWaitEvent", code)
 

@@ -41,7 +41,9 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,7 @@ from kvferry.pool.embedded.index import MAX_GAPS, SharedIndex
 from kvferry.pool.embedded.policy import Floats
 from kvferry.pool.store import Bools, Ints, Outcome, Slices, move, spread
 from kvferry.private_files import open_private
+from kvferry.workers import Threads
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +70,8 @@ _MAGIC = 0x3146564B
 _HEADER_ALIGN = 64
 _checksum = xxhash.xxh3_64_intdigest
 _libc = ctypes.CDLL(None)
-_POPULATE_WRITE = 23
+_HUGE_PAGE, _POPULATE_WRITE = 14, 23  # advice for the system
+BACK_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # one makes 1.5 GiB/s of empty pages
 
 Sums = NDArray[np.uint64]
 
@@ -100,6 +104,8 @@ class Arena:
             raise
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
+        self._backers = Threads("kvferry-back", BACK_THREADS)
+        self._advise(0, self.capacity, _HUGE_PAGE)  # where the system has them for shared memory
         self._view = memoryview(self._map)
 
     def view(self, offset: int, size: int) -> memoryview:
@@ -173,22 +179,27 @@ class Arena:
 
         Needs no lock: nothing uses that memory before `take_backed`. False: the system has none.
         """
+        # Mapped in this process as well, so that registering it with a device takes no page faults
+        # (20 GiB/s against 2.4); by several threads, as the system empties pages where they are
+        # asked for. Older kernels cannot, and need not.
+        page = mmap.PAGESIZE
+        first, last = first // page * page, -(-size // page) * page
+        step = -(-(last - first) // (BACK_THREADS * page)) * page
+        parts = [(at, min(last, at + step)) for at in range(first, last, max(step, page))]
+        wait([self._backers.call(partial(self._advise, *part, _POPULATE_WRITE)) for part in parts])
         end = self.backed()
         try:
-            if size > end:
+            if size > end:  # quick where the pages are there; else this says what is missing
                 os.posix_fallocate(self._fd, end, size - end)
         except OSError as error:
             if error.errno not in NO_MEMORY:
                 raise StoreError(f"the memory tier cannot grow: {error}") from error
             return False
-        # Mapped in this process as well, so that registering it with a device takes no page faults
-        # (20 GiB/s against 2.4). Older kernels cannot, and need not.
-        page = mmap.PAGESIZE
-        first, last = first // page * page, -(-size // page) * page
-        _libc.madvise(
-            ctypes.c_void_p(self.address + first), ctypes.c_size_t(last - first), _POPULATE_WRITE
-        )
         return True
+
+    def _advise(self, first: int, last: int, advice: int) -> None:
+        address, size = ctypes.c_void_p(self.address + first), ctypes.c_size_t(last - first)
+        _libc.madvise(address, size, advice)
 
     def take_backed(self, size: int) -> None:
         """Use so many bytes from the beginning, which `back` got memory for."""
@@ -264,6 +275,7 @@ class Arena:
 
     def close(self) -> None:
         if self._fd >= 0:
+            self._backers.close()
             os.close(self._fd)
             self._fd = -1
             # Views that a caller still holds keep the mapping; it goes with them.

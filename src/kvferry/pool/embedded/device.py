@@ -2,7 +2,8 @@
 """The embedded store for a cache on a GPU: the device copies to and from the arena by itself.
 
     put   extents are reserved, the device writes whole objects to them and hashes them, and this
-          process writes the headers and publishes the records
+          process writes the headers and publishes the records. Where a step still computes the
+          bytes, the device waits for it, and all of this is queued before
     get   the device reads whole objects from the arena, hashes them and puts the wanted parts in
           their places; then this process compares the hashes with the headers, and looks whether
           the records are still the same
@@ -18,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,13 +28,24 @@ from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing, hashes_of, take
 from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
 from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, inside
+from kvferry.pool.store import (
+    Bools,
+    Fence,
+    Ints,
+    Outcome,
+    Ranges,
+    Slices,
+    by_lengths,
+    inside,
+    sizes_of,
+)
 from kvferry.pool.wrappers import StagedStore
 
 log = logging.getLogger("kvferry")
-T = TypeVar("T")
-# While the objects of one part cross the bus, those of the next one are found or reserved.
-PART_OBJECTS = 128
+# While the objects of one part cross the bus, those of the next one are found or reserved. Two
+# parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
+# copies for the driver to take while the step computes.
+GET_OBJECTS, PUT_OBJECTS = 128, 256
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
 
@@ -58,33 +69,58 @@ class DeviceStore(StagedStore):
             log.warning("the pool's first transfer will be slow: %s", error)
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        sizes = np.array(_shared(objects, lambda length: int(length.sum())), dtype=np.int64)
+        return self._put_all(keys, objects, deadline, None)
+
+    def put_after(
+        self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
+    ) -> list[Outcome]:
+        return self._put_all(keys, objects, deadline, fence)
+
+    def _put_all(
+        self,
+        keys: Sequence[str],
+        objects: Sequence[Ranges],
+        deadline: float,
+        fence: Fence | None,
+    ) -> list[Outcome]:
+        sizes = np.array(sizes_of(objects), dtype=np.int64)
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
-            return super().put(keys, objects, deadline)
+            return self._put_buffered(keys, objects, deadline, fence)
         good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
-            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
+            for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
                 put = _Put(
                     self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
                 )
                 under_way.callback(put.close)
-                put.begin(self._bus, deadline)
+                put.begin(self._bus, deadline, fence.event if fence is not None else 0)
                 if before is not None:
-                    outcomes += self._ended(before, deadline)
+                    outcomes += self._ended(before, deadline, fence)
                 before = put
             if before is not None:
-                outcomes += self._ended(before, deadline)
+                outcomes += self._ended(before, deadline, fence)
         return outcomes
 
-    def _ended(self, put: _Put, deadline: float) -> list[Outcome]:
+    def _ended(self, put: _Put, deadline: float, fence: Fence | None) -> list[Outcome]:
         """The outcomes of a part, once it is over; through buffers where the bus failed."""
         try:
             return put.end()
         except TransferError as error:
             log.warning("blocks are put through buffers: %s", text_of(error))
-            return super().put(put.keys, put.objects, deadline)
+            return self._put_buffered(put.keys, put.objects, deadline, fence)
+
+    def _put_buffered(
+        self,
+        keys: Sequence[str],
+        objects: Sequence[Ranges],
+        deadline: float,
+        fence: Fence | None,
+    ) -> list[Outcome]:
+        if fence is not None:
+            fence.wait()
+        return super().put(keys, objects, deadline)
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(keys)
@@ -108,8 +144,8 @@ class DeviceStore(StagedStore):
         done: list[Bools] = []
         before: _Get | None = None
         with contextlib.ExitStack() as under_way:
-            for first in range(0, len(keys), PART_OBJECTS):
-                part = slice(first, first + PART_OBJECTS)
+            for first in range(0, len(keys), GET_OBJECTS):
+                part = slice(first, first + GET_OBJECTS)
                 get = _Get(self._embedded, keys[part])
                 under_way.callback(get.close)
                 get.begin(self._bus, wanted[part], good[part], deadline)
@@ -143,7 +179,8 @@ class _Put:
         self._crossing: Crossing | None = None
         self._error: TransferError | None = None
 
-    def begin(self, bus: Bus, deadline: float) -> None:
+    def begin(self, bus: Bus, deadline: float, after: int) -> None:
+        """after  the driver's event from which on the bytes are final; 0: they are"""
         if not len(self._which):
             return
         some = [self.objects[i] for i in self._which.tolist()]
@@ -151,12 +188,12 @@ class _Put:
             self._granted.places(self._sizes),
             self._sizes,
             np.array([len(ranges.length) for ranges in some], dtype=np.int64),
-            np.concatenate(_shared(some, lambda length: np.cumsum(length) - length)),
+            np.concatenate(by_lengths(some, lambda length: np.cumsum(length) - length)),
             np.concatenate([ranges.address for ranges in some]),
             np.concatenate([ranges.length for ranges in some]),
         )
         try:
-            self._crossing = bus.out(moved, CHUNK_BYTES, deadline)
+            self._crossing = bus.out(moved, CHUNK_BYTES, deadline, after)
         except TransferError as error:
             self._error = error
 
@@ -228,15 +265,6 @@ class _Get:
             self._crossing.close()
             self._crossing = None
         self._open.close()
-
-
-def _shared(objects: Sequence[Ranges], work: Callable[[Ints], T]) -> list[T]:
-    """Something of each object's lengths. Most objects share one array of them."""
-    known: dict[int, T] = {}
-    for one in objects:
-        if id(one.length) not in known:
-            known[id(one.length)] = work(one.length)
-    return [known[id(one.length)] for one in objects]
 
 
 def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:

@@ -174,6 +174,7 @@ class PoolConfig:
             most_pinned_at_end=max(1, int(blocks * min(1, 2 * self.pinned_share))),
             min_load_tokens=self.min_load_tokens,
             lookup=self.enable_lookup,
+            lookup_at_once=self.store == "embedded",
             save=produces or self.save_decode_cache is True,
         )
 

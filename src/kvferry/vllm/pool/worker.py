@@ -22,9 +22,9 @@ from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
-from kvferry.pool.rank import DEVICE_PACE, Fence, PoolRank
+from kvferry.pool.rank import DEVICE_PACE, PoolRank
 from kvferry.pool.scheduler import PoolOrders
-from kvferry.pool.store import Store
+from kvferry.pool.store import Fence, Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
 from kvferry.vllm.describe import describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
@@ -90,6 +90,7 @@ class PoolWorker:
             replica=me.replica,
             replicas=me.replicas,
             pace=DEVICE_PACE if isinstance(store, DeviceStore) else None,
+            fenced=store if isinstance(store, DeviceStore) else None,
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
@@ -134,22 +135,11 @@ class PoolWorker:
         self._saves = []
 
     def _fence(self, *, blocking: bool = False) -> Fence | None:
-        """A function that returns when the device has done all its work up to now.
+        """The end of all work that the device has been given up to now.
 
-        blocking  later by some ten microseconds, and without a processor that spins meanwhile
+        blocking  who waits for it notices some ten microseconds later, and does not spin meanwhile
         """
-        if not self._on_device:
-            return None
-        import torch
-
-        event, one = torch.Event(blocking=blocking), threading.Lock()
-        event.record()
-
-        def reached() -> None:
-            with one:  # one thread waits, and the others sleep: CUDA may wait by spinning
-                event.synchronize()
-
-        return reached
+        return _DeviceFence(blocking) if self._on_device else None
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -190,6 +180,25 @@ class PoolWorker:
     def close(self) -> None:
         if self._rank is not None:
             self._rank.close()
+
+
+class _DeviceFence:
+    """A `Fence` in torch's current stream."""
+
+    def __init__(self, blocking: bool) -> None:
+        import torch
+
+        self._event = torch.Event(blocking=blocking)
+        self._event.record()
+        self._one = threading.Lock()
+
+    @property
+    def event(self) -> int:
+        return int(self._event.event_id)
+
+    def wait(self) -> None:
+        with self._one:  # one thread waits, and the others sleep: CUDA may wait by spinning
+            self._event.synchronize()
 
 
 def _staged(store: Store, regions: list[MemoryRegion], checked: bool, gpu: bool) -> Store:
