@@ -30,6 +30,9 @@ from kvferry.router.choice.model import EngineView, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
 MEASURED = Path(__file__).parent / "h200-8b.json"
+# For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
+# full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
+HOLD_SECONDS = 300.0
 
 
 class PrefillCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -251,6 +254,7 @@ class Job:
     cached_tokens: int = 0  # that were not computed
     source: Source = "none"
     held: dict[ModelledEngine, _Blocks] = field(default_factory=dict)
+    kept: bool = False  # its computed prompt waits for room on the engine that decodes it
     left: int = 0  # tokens to compute, once it is admitted
     queued_work: float = 0.0  # in its engine's `waiting_work`
 
@@ -358,7 +362,9 @@ class ModelledEngine:
             up=True,
             draining=False,
             waiting_tokens=max(0, round(work)),
-            running=self.assigned,
+            running=max(0, self.assigned - len(self._waiting)),
+            waiting=len(self._waiting),
+            cache_tokens=self.cache.most * self._block_tokens,
             prefill=self._prefill,
             step_seconds=self._step_seconds(running, self._context_tokens),
             free_blocks=self.cache.free_share,
@@ -438,6 +444,7 @@ class ModelledEngine:
         job.held[self] = _Blocks(list(request.blocks[:hit]), self._needed(job) - hit)
         local = min(hit * self._block_tokens, request.tokens - 1)
         if self is not job.computed_on:
+            job.kept = False
             self._link_free = self._copied(
                 self._link_free, self._transfer, request.tokens - local, self._received, job
             )
@@ -529,7 +536,7 @@ class ModelledEngine:
                 self._prefills -= 1
                 if job.source == "local":
                     job.source = "handover"
-                job.decode.receive(job)
+                self._keep(job)
         self._retire()
         self._begin()
 
@@ -575,6 +582,19 @@ class ModelledEngine:
         return seconds + cost.context_token_seconds * context_tokens
 
     # Leaving
+
+    def _keep(self, job: Job) -> None:
+        """Keep a computed prompt until the engine that decodes it has room, or gives up."""
+        job.kept = True
+
+        def expire() -> None:
+            if job.kept:
+                job.kept = False
+                job.prefill, job.source, job.cached_tokens = None, "none", 0
+                self._let_go(job)
+
+        self._clock.at(self._clock.now + HOLD_SECONDS, expire)
+        job.decode.receive(job)
 
     def _name(self, job: Job) -> None:
         """A job's prompt is in this engine's cache."""

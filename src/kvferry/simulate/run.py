@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trace through a policy and modelled engines, and what came of it.
 
-`cost` is the router's own `kvferry.router.choice.choose.place`. It sees the engines' caches as their
-events would tell them, at once. The others are what routers do without such a view:
+`cost` is the router's own `kvferry.router.choice.choose.place`. It sees the engines' caches as
+their events would tell them, at once. The others are what routers do without such a view:
 
     round-robin   engines in turn
     least-loaded  the engine with the fewest requests
@@ -310,9 +310,7 @@ class _Run:
             handed_over=sum(job.prefill is not None for job in served),
             expected_error=_percentile(errors, 0.5),
             uses=tuple(
-                EngineUse(
-                    e.name, e.busy_seconds / (seconds or 1.0), decoded[e], e.computed_tokens
-                )
+                EngineUse(e.name, e.busy_seconds / (seconds or 1.0), decoded[e], e.computed_tokens)
                 for e in self._engines
             ),
             first_tokens=tuple(_percentile(first, at / _POINTS) for at in range(_POINTS + 1)),

@@ -80,8 +80,6 @@ def read_trace(path: Path, most: int | None = None) -> Trace:
     return Trace(ordered, MOONCAKE_BLOCK_TOKENS if mooncake else OUR_BLOCK_TOKENS)
 
 
-
-
 class _Mooncake(msgspec.Struct):
     timestamp: float
     input_length: int

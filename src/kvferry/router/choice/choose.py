@@ -38,6 +38,8 @@ MOST_DECODE = 8
 # A request that was handed over joins D's batch after the step that runs, which is a chunk of
 # prefill if D has any: vLLM's max_num_batched_tokens.
 CHUNK_TOKENS = 8192
+# So many requests wait on any busy engine for the step that runs. Only more of them are a queue.
+WAIT_FOR_A_STEP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,15 @@ class Weights:
 
     # Sums within this share of the best, or this many seconds, are equal: predictions are no
     # better. More spreads a conversation over engines, less makes herds.
-    tie_share: float = 0.05
+    tie_share: float = 0.02
     tie_seconds: float = 0.005
-    # A second in which a stream stands still, for each stream.
+    # A second in which a stream stands still, for each stream: people read more slowly than engines
+    # write, so a short stop is hardly seen.
     stream: float = 0.05
-    # A second of prefill, for the requests that will wait behind it.
+    # A second of prefill, for each request behind it; one comes, whatever waits now.
     work: float = 1.0
-    # A second that all later tokens of a stream take longer.
-    decode: float = 0.02
-    # With fewer free blocks an engine may stop streams to make room.
-    scarce_blocks: float = 0.05
-    scarce_seconds: float = 2.0
+    # A second that an answer takes longer.
+    decode: float = 0.05
 
 
 DEFAULT = Weights()
@@ -82,23 +82,19 @@ def options(
     prompt: PromptView, engines: Sequence[EngineView], weights: Weights = DEFAULT
 ) -> list[Option]:
     """The ways to serve a request, the cheapest first; 64 at most."""
-    held = _Held(prompt)
+    costs = _Costs(prompt, engines, weights)
     decode = [e for e in engines if "decode" in e.roles]
     prefill = [e for e in engines if "prefill" in e.roles] if prompt.may_hand_over else []
-    computes = {e.name: held.compute(prompt, e) for e in [*decode, *prefill]}
-    alone = [_alone(prompt, e, computes[e.name], weights) for e in decode]
-    first = sorted(prefill, key=lambda e: _prefill_cost(e, computes[e.name], weights))
-    second = sorted(decode, key=lambda e: _decode_cost(prompt, held, e, weights))
     pairs = [
-        _pair(prompt, held, p, computes[p.name], d, weights)
-        for p in first[:MOST_PREFILL]
-        for d in second[:MOST_DECODE]
+        costs.pair(p, d)
+        for p in sorted(prefill, key=costs.of_prefill)[:MOST_PREFILL]
+        for d in sorted(decode, key=costs.of_decode)[:MOST_DECODE]
         if p is not d
     ]
+    alone = sorted((costs.alone(d) for d in decode), key=_cost)[:MOST_ALONE]
     if prompt.tokens <= 0 and pairs:
         # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
         alone = []
-    alone = sorted(alone, key=_cost)[:MOST_ALONE]
     return sorted([*alone, *pairs], key=_cost)
 
 
@@ -115,12 +111,12 @@ def choose(
     equal = [option for option in equal if option.cached_tokens == most]
     drawn = random.sample(equal, min(2, len(equal)))  # in random order
     if len(drawn) == 2:
-        load = {e.name: _queue(e) + e.running * e.step_seconds for e in engines}
+        load = {e.name: _load(e) for e in engines}
         drawn.sort(key=lambda o: load[o.decode] + (load[o.prefill] if o.prefill else 0.0))
     return Decision(drawn[0], tuple(options), _why(drawn[0], options))
 
 
-# One option
+# What one option costs
 
 
 class _Compute(NamedTuple):
@@ -132,109 +128,127 @@ class _Compute(NamedTuple):
     source: Source
 
 
-class _Held:
-    """Leading tokens of a prompt, by where they are. The last token is computed in any case."""
+class _Costs:
+    """Of one request, on any of these engines."""
 
-    def __init__(self, prompt: PromptView) -> None:
-        most = max(0, prompt.tokens - 1)
-        self.gpu: dict[str, int] = {}
-        self.cpu: dict[str, int] = {}
-        self.pool = 0
+    def __init__(self, prompt: PromptView, engines: Sequence[EngineView], weights: Weights) -> None:
+        self._tokens, self._output = prompt.tokens, prompt.output_tokens
+        self._weights = weights
+        self._waiting = sum(e.waiting for e in engines) / max(1, len(engines))
+        self._held: dict[str, int] = {}  # leading tokens, by engine
+        self._cpu: dict[str, int] = {}
+        self._pool = 0
+        most = max(0, prompt.tokens - 1)  # the last token is computed in any case
         for holding in prompt.holdings:
             tokens = min(holding.tokens, most)
             if holding.tier == "pool":
-                self.pool = max(self.pool, tokens)
+                self._pool = max(self._pool, tokens)
             else:
-                tier = self.gpu if holding.tier == "gpu" else self.cpu
+                tier = self._held if holding.tier == "gpu" else self._cpu
                 tier[holding.engine] = max(tokens, tier.get(holding.engine, 0))
+        self._computes: dict[str, _Compute] = {}
 
-    def compute(self, prompt: PromptView, engine: EngineView) -> _Compute:
+    def alone(self, d: EngineView) -> Option:
+        """Computed where it is decoded."""
+        compute = self._compute(d)
+        parts = {
+            "queue": self._queue(d),
+            "load": compute.load_seconds,
+            "prefill": compute.seconds,
+            "transfer": 0.0,
+            "decode": d.step_seconds,
+        }
+        harm = self._prefill_harm(d) + self._decode_harm(d)
+        seconds = sum(parts.values())
+        return Option(d.name, None, seconds, parts, compute.cached, compute.source, harm)
+
+    def pair(self, p: EngineView, d: EngineView) -> Option:
+        """Computed on P, decoded on D."""
+        compute = self._compute(p)
+        parts = {
+            "queue": self._queue(p) + self._entry(d),
+            "load": compute.load_seconds,
+            "prefill": compute.seconds,
+            "transfer": self._transfer(d, d.links.get(p.name, d.receive)),
+            "decode": d.step_seconds,
+        }
+        source: Source = "handover" if compute.source == "local" else compute.source
+        harm = self._prefill_harm(p) + self._decode_harm(d)
+        return Option(d.name, p.name, sum(parts.values()), parts, compute.cached, source, harm)
+
+    def of_prefill(self, p: EngineView) -> float:
+        """What P adds to the cost of any pair."""
+        compute = self._compute(p)
+        return self._queue(p) + compute.load_seconds + compute.seconds + self._prefill_harm(p)
+
+    def of_decode(self, d: EngineView) -> float:
+        """What D adds to the cost of any pair, over its usual link."""
+        transfer = self._transfer(d, d.receive)
+        return self._entry(d) + transfer + d.step_seconds + self._decode_harm(d)
+
+    def _compute(self, engine: EngineView) -> _Compute:
+        found = self._computes.get(engine.name)
+        if found is None:
+            found = self._computes[engine.name] = self._best_compute(engine)
+        return found
+
+    def _best_compute(self, engine: EngineView) -> _Compute:
         """From the engine's own cache, or with a load if that is faster."""
-        local = self.gpu.get(engine.name, 0)
-        seconds = engine.prefill.seconds(prompt.tokens - local, local)
-        loaded = self.cpu.get(engine.name, 0)
+        local, tokens = self._held.get(engine.name, 0), self._tokens
+        seconds = engine.prefill.seconds(tokens - local, local)
+        loaded = self._cpu.get(engine.name, 0)
         if engine.pool is not None:
-            loaded = max(loaded, self.pool)
+            loaded = max(loaded, self._pool)
         if loaded > local:
             load = engine.pool.seconds(loaded - local) if engine.pool is not None else 0.0
-            rest = engine.prefill.seconds(prompt.tokens - loaded, loaded)
+            rest = engine.prefill.seconds(tokens - loaded, loaded)
             if load + rest < seconds:
                 return _Compute(load, rest, loaded, "pool")
         return _Compute(0.0, seconds, local, "local" if local else "none")
 
+    def _queue(self, engine: EngineView) -> float:
+        """Until an engine begins with this prompt: its prefills are over, and there are blocks."""
+        return max(engine.waiting_tokens * engine.prefill.token_seconds, self._room(engine))
 
-def _alone(prompt: PromptView, engine: EngineView, compute: _Compute, weights: Weights) -> Option:
-    parts = {
-        "queue": _queue(engine),
-        "load": compute.load_seconds,
-        "prefill": compute.seconds,
-        "transfer": 0.0,
-        "decode": engine.step_seconds,
-    }
-    harm = _prefill_harm(engine, compute, weights) + _decode_harm(prompt, engine, weights)
-    seconds = sum(parts.values())
-    return Option(engine.name, None, seconds, parts, compute.cached, compute.source, harm)
+    def _entry(self, d: EngineView) -> float:
+        """Until a computed prompt can enter D: a step is over, and there are blocks."""
+        chunk = min(d.waiting_tokens, CHUNK_TOKENS) * d.prefill.token_seconds
+        return max(chunk, self._room(d))
 
+    def _room(self, engine: EngineView) -> float:
+        """Until there are blocks: running requests free theirs over the time of an answer.
 
-def _pair(
-    prompt: PromptView,
-    held: _Held,
-    p: EngineView,
-    compute: _Compute,
-    d: EngineView,
-    weights: Weights,
-) -> Option:
-    parts = {
-        "queue": _queue(p) + _chunk(d),
-        "load": compute.load_seconds,
-        "prefill": compute.seconds,
-        "transfer": _transfer(prompt, held, d, d.links.get(p.name, d.receive)),
-        "decode": d.step_seconds,
-    }
-    source: Source = "handover" if compute.source == "local" else compute.source
-    harm = _prefill_harm(p, compute, weights) + _decode_harm(prompt, d, weights)
-    return Option(d.name, p.name, sum(parts.values()), parts, compute.cached, source, harm)
+        Requests that wait already are taken to be as large as those that run.
+        """
+        free = engine.free_blocks * engine.cache_tokens
+        used = engine.cache_tokens - free
+        ahead = engine.waiting * used / max(1, engine.running)
+        missing = self._tokens + self._output + ahead - free
+        if missing <= 0 or used <= 0:
+            return 0.0
+        return missing / used * self._output * engine.step_seconds
 
+    def _transfer(self, d: EngineView, link: Rate) -> float:
+        return link.seconds(self._tokens - self._held.get(d.name, 0))
 
-def _prefill_cost(engine: EngineView, compute: _Compute, weights: Weights) -> float:
-    """What P adds to the cost of any pair."""
-    seconds = _queue(engine) + compute.load_seconds + compute.seconds
-    return seconds + _prefill_harm(engine, compute, weights)
+    def _prefill_harm(self, engine: EngineView) -> float:
+        seconds, weights = self._compute(engine).seconds, self._weights
+        behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
+        return seconds * (weights.work * (1 + behind) + weights.stream * engine.running)
 
-
-def _decode_cost(prompt: PromptView, held: _Held, engine: EngineView, weights: Weights) -> float:
-    """What D adds to the cost of any pair, over its usual link."""
-    transfer = _transfer(prompt, held, engine, engine.receive)
-    harm = _decode_harm(prompt, engine, weights)
-    return _chunk(engine) + transfer + engine.step_seconds + harm
-
-
-def _queue(engine: EngineView) -> float:
-    return engine.waiting_tokens * engine.prefill.token_seconds
-
-
-def _chunk(engine: EngineView) -> float:
-    return min(engine.waiting_tokens, CHUNK_TOKENS) * engine.prefill.token_seconds
-
-
-def _transfer(prompt: PromptView, held: _Held, d: EngineView, link: Rate) -> float:
-    return link.seconds(prompt.tokens - held.gpu.get(d.name, 0))
-
-
-def _prefill_harm(engine: EngineView, compute: _Compute, weights: Weights) -> float:
-    return compute.seconds * (weights.work + weights.stream * engine.running)
-
-
-def _decode_harm(prompt: PromptView, engine: EngineView, weights: Weights) -> float:
-    step = engine.step_seconds + engine.running * engine.step_growth_seconds
-    harm = weights.decode * prompt.output_tokens * step
-    if engine.free_blocks < weights.scarce_blocks:
-        harm += weights.scarce_seconds * (1 - engine.free_blocks / weights.scarce_blocks)
-    return harm
+    def _decode_harm(self, engine: EngineView) -> float:
+        step = engine.step_seconds + engine.running * engine.step_growth_seconds
+        return self._weights.decode * self._output * step
 
 
 def _cost(option: Option) -> float:
     return option.cost
+
+
+def _load(engine: EngineView) -> float:
+    """How loaded an engine is, for ties alone."""
+    prefills = engine.waiting_tokens * engine.prefill.token_seconds
+    return prefills + (engine.running + engine.waiting) * engine.step_seconds
 
 
 # The sentence

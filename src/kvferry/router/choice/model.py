@@ -72,10 +72,12 @@ class EngineView:
     up: bool
     draining: bool
     waiting_tokens: int  # prefill work (`Rate.work`) queued or under way there
-    running: int  # requests that decode there
+    running: int  # requests that decode there, or are on their way to it
     prefill: Rate
     step_seconds: float  # of one decode step at its load
     free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
+    cache_tokens: int = 0  # that its cache holds; 0: not known
+    waiting: int = 0  # requests that it has not let in
     step_growth_seconds: float = 0.0  # by which one more running request makes a step longer
     receive: Rate = Rate(0.0, 0.0)  # a hand-over to it, by tokens
     links: Mapping[str, Rate] = field(default_factory=dict)  # the same, from an engine by name
