@@ -19,13 +19,14 @@ from kvferry.cli.check import check
 from kvferry.cli.console import Commands, Json, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
+from kvferry.cli.simulate import simulate
 from kvferry.cli.verify import verify
 from kvferry.errors import DescriptionError, install_command
 
 app = Commands(
     help="Moves and shares KV caches between LLM engines of any shape.", no_args_is_help=True
 )
-for command in (plan, check, demo, verify, models):
+for command in (plan, check, demo, verify, models, simulate):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(pool.app, name="pool")

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Literal, get_args
 
@@ -192,7 +193,7 @@ class _Run:
     def run(self) -> Result:
         begun = time.perf_counter()
         for request in self._trace.requests:
-            self._clock.at(request.seconds, lambda request=request: self._arrive(request))
+            self._clock.at(request.seconds, partial(self._arrive, request))
         self._clock.run()
         if len(self._ended) != len(self._trace.requests):
             raise AssertionError("a request of the simulation did not end exactly once")

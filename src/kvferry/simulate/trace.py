@@ -17,9 +17,10 @@ the rest is shared with no other request; without `system`, nothing comes before
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -64,20 +65,27 @@ def read_trace(path: Path, most: int | None = None) -> Trace:
     if not lines:
         raise DescriptionError(f"the trace {path} has no requests; each line is one, as JSON")
     mooncake = b'"hash_ids"' in lines[0]
-    kind: type[_Mooncake] | type[_Ours] = _Mooncake if mooncake else _Ours
-    rows = []
-    for number, line in enumerate(lines[:most], 1):
+    if mooncake:
+        requests = _from_mooncake(_rows(path, lines[:most], _Mooncake))
+    else:
+        requests = _from_ours(_rows(path, lines[:most], _Ours))
+    ordered = tuple(sorted(requests, key=lambda request: request.seconds))
+    return Trace(ordered, MOONCAKE_BLOCK_TOKENS if mooncake else OUR_BLOCK_TOKENS)
+
+
+_Row = TypeVar("_Row", bound=msgspec.Struct)
+
+
+def _rows(path: Path, lines: Iterable[bytes], kind: type[_Row]) -> Iterator[_Row]:
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(msgspec.json.decode(line, type=kind))
+            yield msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DescriptionError(
                 f"line {number} of the trace {path} is not like Mooncake's traces (timestamp, "
                 "input_length, output_length, hash_ids) or ours (seconds, input_tokens, "
                 f"output_tokens): {error}"
             ) from None
-    requests = _from_mooncake(rows) if mooncake else _from_ours(rows)
-    ordered = tuple(sorted(requests, key=lambda request: request.seconds))
-    return Trace(ordered, MOONCAKE_BLOCK_TOKENS if mooncake else OUR_BLOCK_TOKENS)
 
 
 class _Mooncake(msgspec.Struct):
