@@ -70,15 +70,6 @@ HEAD = (
     *("token ms p50", "p99", "good %", "good/s"),
 )
 FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
-USE_HEAD, [cells for run in runs for cells in _uses(run)])}
-</body></html>
-"""
-
-
-HEAD = (
-    *("policy", "speed", "requests/s", "hit rate", "first token p50", "p90", "p99"),
-    *("per token p50", "p90", "p99", "gap p99", "good", "good/s", "handed over", "refused"),
-)
 USE_HEAD = ("policy", "load", "engine", "busy", "requests", "tokens computed")
 
 
