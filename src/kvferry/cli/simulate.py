@@ -42,7 +42,7 @@ def simulate(
     requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
     first_token_ms: Annotated[float, typer.Option(help="Of a good request, at most.")] = 2000.0,
     token_ms: Annotated[float, typer.Option(help="And for each later token.")] = 50.0,
-    hash_blocks: Annotated[int, typer.Option(help="That prefix-hash looks at.", min=1)] = 4,
+    hash_blocks: Annotated[int, typer.Option(help="That prefix-hash looks at.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal results.")] = 1,
     as_json: Json = False,
     html: Html = None,

@@ -95,7 +95,7 @@ class Plan:
     blocks: int | None = None  # of one engine's cache; None: as many as the rates say
     pool_blocks: int = 0  # 0: there is no pool
     seed: int = 1
-    hash_blocks: int = 4  # of a prompt, that prefix-hash looks at
+    hash_blocks: int = 2  # of a prompt, that prefix-hash looks at
     first_token_seconds: float = 2.0  # of a good request, at most
     token_seconds: float = 0.05  # and for each later token, on average
     weights: Weights = DEFAULT

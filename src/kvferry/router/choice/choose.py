@@ -232,8 +232,10 @@ class _Costs:
         return link.seconds(self._tokens - self._held.get(d.name, 0))
 
     def _prefill_harm(self, engine: EngineView) -> float:
-        seconds, weights = self._compute(engine).seconds, self._weights
+        # The fixed part is mostly a step that the streams take as well, and HTTP.
+        seconds = max(0.0, self._compute(engine).seconds - engine.prefill.fixed_seconds)
         behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
+        weights = self._weights
         return seconds * (weights.work * (1 + behind) + weights.stream * engine.running)
 
     def _decode_harm(self, engine: EngineView) -> float:
