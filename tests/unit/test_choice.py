@@ -223,7 +223,7 @@ def test_a_full_engine_is_waited_for_as_long_as_answers_take():
 
 
 def test_a_hand_over_waits_for_blocks_of_both_engines():
-    full = dict(running=10, waiting=5, free_blocks=0.0, cache_tokens=100_000)
+    full = {"running": 10, "waiting": 5, "free_blocks": 0.0, "cache_tokens": 100_000}
     p, d = engine("p", PREFILL), engine("d", **full)
     assert option(placed(PromptView(10_000), p, d), "p", "d").parts["queue"] > 0.5
     p, d = engine("p", PREFILL, **full), engine("d")

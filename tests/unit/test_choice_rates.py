@@ -38,7 +38,8 @@ def fleet(clock: Clock) -> FleetMeter:
 
 
 def compute(fleet: FleetMeter, clock: Clock, name: str, tokens: int, cached: int = 0) -> None:
-    """A prompt alone on an engine that takes 20 ms, and 50 us for each token of work."""
+    """A prompt alone on an idle engine that takes 20 ms, and 50 us for each token of work."""
+    clock.now += 3.0
     visit = fleet[name].prefill(tokens, cached)
     clock.now += 0.02 + 5e-5 * PREFILL.work(tokens - cached, cached)
     visit.computed()
