@@ -15,12 +15,15 @@ from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.simulate.engine import (
     BlockMap,
+    CopyCost,
     EngineRates,
     Gaps,
     Job,
     ModelledEngine,
     ModelledPool,
+    PrefillCost,
     PrefixCache,
+    StepCost,
     VirtualClock,
     read_rates,
 )
@@ -176,6 +179,61 @@ def test_two_full_engines_do_not_wait_for_each_other_for_ever():
     clock.run()
     assert [job.refused for job in ended] == [False, False]
     assert clock.now > 300
+
+
+def test_a_prompt_that_comes_with_a_first_step_takes_nothing_from_it():
+    """Both at the same instant: a handed-over request begins to run, and a prompt arrives."""
+    rates = EngineRates(
+        bytes_per_token=1.0,
+        cache_bytes=1e6,
+        prefill=PrefillCost(1.0, 2.0**-10),
+        step=StepCost(1.0),
+        transfer=CopyCost(1.0, 1024.0),
+    )
+    clock, ended = VirtualClock(), []
+    table = BlockMap()
+    p, d = (
+        ModelledEngine(
+            name, roles, rates, 64, PrefixCache(99, table, 1), None, clock, Gaps(), ended.append
+        )
+        for name, roles in zip("pd", FleetShape(prefill=1, decode=1).roles(), strict=True)
+    )
+    handed = Job(TraceRequest(0.0, 1024, 3, tuple(range(16))), d, p)
+    other = Job(TraceRequest(4.0, 1024, 3, tuple(range(16, 32))), d, None)
+    clock.at(0.0, lambda: p.submit(handed))
+    # 1 + 1 s of prefill, 1 + 1 s of transfer; planned then, the prompt comes after the step began.
+    clock.at(4.0, lambda: clock.at(4.0, lambda: d.submit(other)))
+    clock.run()
+    assert handed.first_token == 5.0
+    assert other.first_token == 7.0
+    assert ended == [handed, other]
+
+
+def test_long_prompts_are_computed_in_chunks_between_which_others_decode():
+    clock, gaps, ended = VirtualClock(), Gaps(), []
+    roles = FleetShape(1).roles()[0]
+    cache = PrefixCache(2000, BlockMap(), 1)
+    engine = ModelledEngine("e", roles, RATES, 64, cache, None, clock, gaps, ended.append)
+    stream = Job(TraceRequest(0.0, 64, 2000, (1,)), engine, None)
+    long = Job(TraceRequest(1.0, 60_000, 2, tuple(range(2, 939))), engine, None)
+    clock.at(0.0, lambda: engine.submit(stream))
+    clock.at(1.0, lambda: engine.submit(long))
+    clock.run()
+    rate = RATES.prefill_rate()
+    last_chunk = rate.seconds(8192, 52_000)
+    assert 0.9 * last_chunk < gaps.percentile(1.0) < 1.1 * last_chunk
+    # The stream loses the whole prefill, in pieces.
+    assert stream.ended == pytest.approx(2000 * 0.0049 + rate.seconds(60_000), rel=0.05)
+
+
+def test_the_choice_hands_long_prompts_over_while_others_decode():
+    streams = [TraceRequest(0.001 * n, 64, 2000, (n,)) for n in range(50)]
+    long = [
+        TraceRequest(2.0 + n, 30_000, 20, tuple(range(n * 1000, n * 1000 + 468))) for n in (1, 2)
+    ]
+    result = simulate(Trace((*streams, *long), 64), plan(engines="1P1D"))
+    assert 2 <= result.handed_over < 52
+    assert result.uses[0].computed_tokens >= 60_000
 
 
 def test_more_engines_are_never_much_slower():
