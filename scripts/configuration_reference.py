@@ -263,6 +263,7 @@ STORE: Mapping[str, Words] = {
 }
 ROUTER: Mapping[str, str] = {
     "tries": "Engines asked for one request, for each stage.",
+    "max_engines": "Engines in the fleet; adding more is refused.",
     "max_connections": "Connections of clients; fewer where the limit of descriptors is low.",
     "max_in_flight": "Requests whose body has come; more are answered 429.",
     "max_body_bytes": "One request's body; a larger one is answered 413.",

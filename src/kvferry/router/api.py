@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,8 @@ import msgspec
 from kvferry.errors import DescriptionError, KvferryError
 
 Headers = list[tuple[bytes, bytes]]
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 PARAMS = "kv_transfer_params"
 _PREFILL = {
@@ -192,12 +194,16 @@ def _many(value: bytes) -> bool:
 
 # Configuration
 
+_TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+_LEAST_WEIGHT = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Every deadline and bound of the router. None can be switched off."""
 
     tries: int = 3  # engines asked for one request, at most, per stage
+    max_engines: int = 256
     max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
     max_body_bytes: int = 64 << 20  # of one request; chats carry images inside the JSON
@@ -258,6 +264,40 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an operator says about one engine."""
+
+    url: str  # http://host:port
+    roles: frozenset[Role]
+    events: str | None = None  # where it publishes KV events, tcp://host:port
+    replay: str | None = None  # where it sends lost ones again
+    weight: float = 1.0  # its share of requests, beside those of the others
+    source: str = "command line"  # who named it, and may take it away
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", base_url(self.url))
+        object.__setattr__(self, "roles", frozenset(self.roles))
+        if not self.roles or not self.roles <= set(ROLES):
+            raise DescriptionError(
+                f"the engine {self.url} has the roles {sorted(self.roles)}; expected prefill, "
+                "decode, or both"
+            )
+        for name in ("events", "replay"):
+            address = getattr(self, name)
+            if address is not None and not _TCP_ADDRESS.fullmatch(address):
+                raise DescriptionError(
+                    f"{name} of {self.url} is {address!r:.80}; expected tcp://host:port"
+                )
+        if self.replay is not None and self.events is None:
+            raise DescriptionError(f"{self.url} has replay and no events; name both, or neither")
+        if not _LEAST_WEIGHT <= self.weight <= 1 / _LEAST_WEIGHT:
+            raise DescriptionError(
+                f"the weight of {self.url} is {self.weight!r}; expected {_LEAST_WEIGHT} to "
+                f"{1 / _LEAST_WEIGHT:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The engines by role. Without prefill engines, every request is decode-only."""
 
@@ -277,6 +317,11 @@ class RouterConfig:
                     f"the engine {url} is named {urls.count(url)} times; name each engine once, "
                     "either as prefill or as decode (it would hand its cache over to itself)"
                 )
+
+    def specs(self) -> list[EngineSpec]:
+        return [
+            EngineSpec(url, frozenset((role,))) for role in ROLES for url in getattr(self, role)
+        ]
 
 
 def base_url(text: str) -> str:

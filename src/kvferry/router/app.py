@@ -55,7 +55,7 @@ def make_app(config: RouterConfig) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router.upstream.probing(router.engines):
+        async with router.fleet.running():
             yield
 
     app = Starlette(
@@ -250,10 +250,11 @@ class Status:
                 "url": engine.url,
                 "role": engine.role,
                 "healthy": engine.up,
+                "draining": engine.draining,
                 "in_flight": engine.in_flight,
                 "reason": engine.reason or None,
             }
-            for engine in self._router.engines
+            for engine in self._router.fleet.engines
         ]
         body = {"status": state, "in_flight": self._router.places.taken, "engines": engines}
         return JSONResponse(body, status_code=503 if state == "down" else 200)
@@ -271,8 +272,10 @@ class Status:
         def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
             return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
 
+        engines = router.fleet.engines
+
         def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
-            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in router.engines}
+            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
 
         ended = by("outcome", router.requests)
         add("requests_total", "counter", "Requests by how they ended.", ended)
@@ -281,7 +284,7 @@ class Status:
         alone = by("reason", router.fallbacks)
         add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
         add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
-        waiting = router.decode.waiting
+        waiting = router.fleet.waiting["decode"]
         add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
         add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
         add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
@@ -296,7 +299,7 @@ class Status:
         html = _PAGE.substitute(
             state=self._state(),
             in_flight=router.places.taken,
-            engines="".join(_row(engine) for engine in router.engines),
+            engines="".join(_row(engine) for engine in router.fleet.engines),
             requests=_counted(router.requests),
             retries=_counted(router.retries),
             fallbacks=_counted(router.fallbacks),
@@ -304,9 +307,10 @@ class Status:
         return HTMLResponse(html, headers=_NO_RESOURCES)
 
     def _state(self) -> str:
-        if not self._router.decode.some_up():
+        fleet = self._router.fleet
+        if not fleet.some_up("decode"):
             return "down"
-        return "ok" if all(engine.up for engine in self._router.engines) else "degraded"
+        return "ok" if all(engine.up for engine in fleet.engines) else "degraded"
 
 
 def _escape(label: str) -> str:
@@ -314,7 +318,7 @@ def _escape(label: str) -> str:
 
 
 def _row(engine: UpstreamEngine) -> str:
-    state = "up" if engine.up else "down"
+    state = "draining" if engine.up and engine.draining else "up" if engine.up else "down"
     cells = (engine.role, engine.url, state, str(engine.in_flight), engine.reason)
     return f'<tr class="{state}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n"
 

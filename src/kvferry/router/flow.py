@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
-    1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
-       a ticket: `kv_transfer_params`.
-    2. A decode engine gets the request as the client wrote it, and the unchanged ticket.
-    3. Its answer goes to the client byte for byte: streams as they come, others when complete.
+    1. A decode engine is chosen, so that it counts the request while another one prefills.
+    2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
+       a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself.
+    3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
+    4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
 What happens when an engine fails before the first byte to the client:
 
@@ -55,9 +56,8 @@ from kvferry.router.api import (
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
-    EngineGroup,
+    Fleet,
     Incoming,
-    Upstream,
     UpstreamEngine,
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
@@ -82,6 +82,7 @@ FALLBACKS = (
     "no_prefill_engine",
     "prefill_failed",  # all tries failed
     "no_ticket",  # the prefill engine has nothing to hand over, such as for a short prompt
+    "same_engine",  # the only decode engine left made the ticket, and has the cache already
     "batch",
     "prompt_logprobs",
 )
@@ -103,10 +104,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.prefill = EngineGroup(config.prefill, "prefill", config.limits)
-        self.decode = EngineGroup(config.decode, "decode", config.limits)
-        self.engines = self.prefill.engines + self.decode.engines
-        self.upstream = Upstream(config.limits)
+        self.fleet = Fleet(config.specs(), config.limits)
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
         self.memory = MemoryLimit(config.limits)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -203,29 +201,38 @@ class _Trip:
         self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
     ) -> None:
         self._router = router
+        self._fleet = router.fleet
         self._limits = router.limits
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
+        self._ticket_from: UpstreamEngine | None = None  # while the ticket is unused
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
         self._patience_seconds = self._limits.wait_seconds
 
     async def run(self) -> None:
-        decode, tries = self._router.decode, 0
+        try:
+            await self._run()
+        finally:
+            self._ticket_ended()
+
+    async def _run(self) -> None:
+        tries = 0
         failure: EngineFailure | None = None
         if self._wanted is not None and (reason := self._wanted.decode_only_because()):
             self._fall_back(reason)
         # Checked before the prefill, which would be useless without a decode engine.
         while tries < self._limits.tries and await self._one_is_up():
-            if self._wanted is not None and self._ticket is None:
-                await self._prefill(self._wanted, again=tries > 0)
-                if self._reply.status:
-                    return
-            engine = decode.pick(besides=self._failed_decode())
-            if engine is None:  # it went down while the other prefilled
+            engine = self._pick_decode()
+            with self._fleet.reserved(engine):
+                if self._wanted is not None and self._ticket is None:
+                    await self._prefill(self._wanted, engine, again=tries > 0)
+                    if self._reply.status:
+                        return
+            if not engine.up:  # it went down while the other prefilled
                 continue
             if tries:
                 self._router.retries["decode"] += 1
@@ -243,9 +250,22 @@ class _Trip:
                     break
                 if error.delivered and self._ticket:
                     self._ticket = None
-                if error.broke_off and not decode.some_up(besides=self._failed_decode()):
-                    await self._router.upstream.check(engine)
+                    self._ticket_ended()
+                if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
+                    await self._fleet.check(engine)
         await self._give_up(failure)
+
+    def _pick_decode(self) -> UpstreamEngine:
+        """A decode engine that has not failed this request, and did not make its ticket."""
+        failed = self._failed_decode()
+        others = failed if self._ticket_from is None else failed | {self._ticket_from}
+        engine = self._fleet.pick("decode", besides=others)
+        if engine is None:
+            engine = self._fleet.pick("decode", besides=failed)
+            assert engine is not None, "nothing was awaited since one was up"
+            self._ticket_ended()
+            self._fall_back("same_engine")
+        return engine
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
@@ -253,27 +273,31 @@ class _Trip:
 
     async def _one_is_up(self) -> bool:
         """Whether a decode engine can be asked. If none is up, wait for one."""
-        decode = self._router.decode
-        if not decode.some_up() and self._patience_seconds > 0:
-            waited = await decode.wait_up(self._patience_seconds)
+        if not self._fleet.some_up("decode") and self._patience_seconds > 0:
+            waited = await self._fleet.wait_up("decode", self._patience_seconds)
             self._patience_seconds -= waited
             self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
-        return decode.some_up(besides=self._failed_decode())
+        return self._fleet.some_up("decode", besides=self._failed_decode())
 
-    async def _prefill(self, wanted: Generation, again: bool) -> None:
-        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx."""
-        prefill, failed = self._router.prefill, self._failed_prefill
+    async def _prefill(self, wanted: Generation, decode: UpstreamEngine, again: bool) -> None:
+        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx.
+
+        `decode` is the engine that will use the ticket.
+        """
+        fleet, failed = self._fleet, self._failed_prefill
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
         retry = "prefill_again" if again else ""
-        while len(failed) < self._limits.tries and (engine := prefill.pick(besides=failed)):
+        while len(failed) < self._limits.tries and (
+            engine := fleet.pick("prefill", besides=failed | {decode})
+        ):
             if retry:
                 self._router.retries[retry] += 1
             retry = "prefill"
             try:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
-                async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+                async with fleet.ask(engine, asked, body, seconds) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -281,6 +305,9 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    if self._ticket:
+                        self._ticket_from = engine
+                        fleet.ticket_taken(engine)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -291,6 +318,12 @@ class _Trip:
                 self._fall_back("no_ticket")
             return
         self._fall_back("prefill_failed" if failed else "no_prefill_engine")
+
+    def _ticket_ended(self) -> None:
+        """The ticket was used, or never will be."""
+        if self._ticket_from is not None:
+            self._fleet.ticket_ended(self._ticket_from)
+            self._ticket_from = None
 
     def _fall_back(self, reason: str) -> None:
         self._ticket = b""
@@ -305,7 +338,8 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+        async with self._fleet.ask(engine, asked, body, seconds) as got:
+            self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             await self._send(got)
 
@@ -313,11 +347,11 @@ class _Trip:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
             message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
             raise ApiError(502, "answer_too_long", f"{message}; ask for a stream")
-        decode = self._router.decode
-        gone = failure is not None and failure.broke_off and not decode.some_up()
+        fleet = self._fleet
+        gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
-            seconds, usual = decode.absence()
-            message = f"none of {len(decode.engines)} decode engines is up; "
+            seconds, usual = fleet.absence("decode")
+            message = f"none of {len(fleet.with_role('decode'))} decode engines is up; "
             if usual is not None:
                 message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"
