@@ -43,7 +43,7 @@ def test_engines_come_change_drain_and_go() -> None:
     fleet.drain(a, then="stay")
     a.in_flight = 0
     fleet.drain(a, then="stay")
-    assert fleet.get("http://a") is a and not a.takes
+    assert fleet.get("http://a") is a and not a.open
     fleet.drain(a)
     assert fleet.get("http://a") is None
     fleet.remove(a)  # once more is no mistake

@@ -166,6 +166,29 @@ def request_id_of(headers: Headers) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
+def client_seconds(headers: Headers, most: float) -> float | None:
+    """How long the client wants to wait for the whole answer, at most `most`; None: no word.
+
+    `X-Request-Timeout` must be a number of seconds. A `Timeout` that is none has another meaning
+    (RFC 4918), and is passed over. Raises ApiError.
+    """
+    found: float | None = None
+    for name, value in headers:
+        if name not in (b"x-request-timeout", b"timeout"):
+            continue
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if 0 < seconds < math.inf:
+            found = min(most, seconds if found is None else min(found, seconds))
+        elif name == b"x-request-timeout":
+            raise ApiError(
+                400, "invalid_timeout", "x-request-timeout must be a number of seconds above 0"
+            )
+    return found
+
+
 def end_to_end(headers: Headers) -> Headers:
     """The headers of a request or an answer that the router passes on; names in lower case."""
     named = {
@@ -204,12 +227,16 @@ class Limits:
 
     tries: int = 3  # engines asked for one request, at most, per stage
     max_engines: int = 256
+    max_running: int = 1024  # requests at one engine; more wait in the line
+    max_queued: int = 512  # requests in that line; more are answered 429
     max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
     max_body_bytes: int = 64 << 20  # of one request; chats carry images inside the JSON
     max_answer_bytes: int = 64 << 20  # of one answer that is not streamed
     max_held_bytes: int = 1 << 30  # of all these bodies and answers; each byte counts twice
-    address_share: float = 0.5  # of connections, requests and bytes, for one address; 1: all
+    address_share: float = 0.5  # of connections, requests, bytes and the line, for one client
+    retry_share: float = 0.1  # retries that each request allows; the rest fail at once
+    retry_burst: int = 10  # retries beyond that
 
     header_seconds: float = 10.0  # for a client to send headers, or to stay idle
     body_seconds: float = 60.0  # for the whole body
@@ -223,6 +250,7 @@ class Limits:
     answer_seconds: float = 1800.0  # answers that are not streamed come after the last token
     chunk_seconds: float = 120.0  # between two chunks of a stream
     wait_seconds: float = 5.0  # for a decode engine to come up, where none is
+    queue_seconds: float = 30.0  # in the line, while all decode engines are at their limit
     start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
@@ -230,6 +258,7 @@ class Limits:
     probe_seconds: float = 2.0  # for one probe to be answered
     fail_after: int = 2  # failures in a row; one refused connection is enough
     recover_after: int = 2  # good probes in a row, so that an unstable engine stays out
+    trial_seconds: float = 60.0  # until an engine that failed its trial gets another, at most
 
     def __post_init__(self) -> None:
         for limit in fields(self):

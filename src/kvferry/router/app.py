@@ -31,7 +31,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
-from kvferry.router.api import ApiError, Headers, RouterConfig, end_to_end, request_id_of
+from kvferry.router.api import (
+    ApiError,
+    Headers,
+    RouterConfig,
+    client_seconds,
+    end_to_end,
+    request_id_of,
+)
 from kvferry.router.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
@@ -134,9 +141,15 @@ class ApiRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         headers: Headers = list(scope["headers"])
-        held = RequestMemory(router.memory, address_of(scope.get("client")))
+        address = address_of(scope.get("client"))
+        held = RequestMemory(router.memory, address)
         asked = Incoming(
-            request_id_of(headers), scope["method"], scope["path"], end_to_end(headers), held
+            request_id_of(headers),
+            scope["method"],
+            scope["path"],
+            end_to_end(headers),
+            held,
+            address,
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
@@ -173,16 +186,29 @@ class ApiRoute:
         self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
     ) -> str:
         """Serve the request, or answer with an error. Returns how it ended."""
+        limits = self._router.limits
+        begun = anyio.current_time()
         try:
             try:
-                body = await read_body(headers, receive, asked.held, self._router.limits)
+                seconds = client_seconds(headers, limits.answer_seconds)
+                deadline = math.inf if seconds is None else begun + seconds
+                body = await read_body(headers, receive, asked.held, limits)
                 with self._router.places.one(asked.held.address):
-                    await _unless_gone(self._serve(asked, body, reply), receive)
+                    await _unless_gone(self._serve(asked, body, reply), receive, deadline)
             except ApiError as error:
                 await reply.send(error.answer)
             return _by_status(reply.status)
         except ClientGone:
             return "client_gone"
+        except _DeadlineOver:
+            message = f"the deadline of {seconds:g} s that this request named is over"
+            asked.trail.append(message)
+            with suppress(ClientGone):
+                if reply.status:
+                    await reply.cut("deadline_exceeded", message)
+                else:
+                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
+            return "deadline"
         except EngineFailure as error:
             asked.trail.append(str(error))
             how = "fell silent" if error.timed_out else "broke off"
@@ -210,21 +236,34 @@ def _by_status(status: int) -> str:
     return "client_error" if status < 500 else "engine_error"
 
 
-async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Do the work. If the client disconnects, cancel it and raise ClientGone.
+class _DeadlineOver(Exception):
+    """The time that the client gave its request is over."""
+
+
+async def _unless_gone(work: Awaitable[None], receive: Receive, deadline: float) -> None:
+    """Do the work. If the client disconnects, cancel it and raise ClientGone; _DeadlineOver if it
+    takes longer than until `deadline`, in the loop's time.
 
     This cancels by anyio, like httpx. If asyncio's own cancellation meets httpx at the wrong
     moment, the connection to the engine is never used again and never closed.
     """
     leaving = asyncio.create_task(_disconnect(receive))
-    with anyio.CancelScope() as scope:
-        leaving.add_done_callback(lambda task: None if task.cancelled() else scope.cancel())
+    gone = False
+
+    def left(task: asyncio.Task[None]) -> None:
+        nonlocal gone
+        if not task.cancelled():
+            gone = True
+            scope.cancel()
+
+    with anyio.CancelScope(deadline=deadline) as scope:
+        leaving.add_done_callback(left)
         try:
             await work
         finally:
             leaving.cancel()
     if scope.cancelled_caught:
-        raise ClientGone
+        raise ClientGone if gone else _DeadlineOver
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -284,10 +323,18 @@ class Status:
         alone = by("reason", router.fallbacks)
         add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
         add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
-        waiting = router.fleet.waiting["decode"]
+        waiting = router.fleet.turns.waiting
         add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
+        budget = router.budget
+        refused = {"": budget.refused}
+        add("retries_refused_total", "counter", "Retries that the budget refused.", refused)
+        add("retry_budget", "gauge", "Retries that are left now.", {"": int(budget.left)})
         add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
         add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
+        draining = each(lambda e: int(e.draining is not None))
+        add("engine_draining", "gauge", "Whether the engine drains, or is drained.", draining)
+        trial = each(lambda e: e.trial)
+        add("engine_trial", "gauge", "Requests that it gets at a time, on trial.", trial)
         add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
         failures = each(lambda e: e.failures)
         add("engine_failures_total", "counter", "Failed probes, requests.", failures)

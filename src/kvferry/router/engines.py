@@ -12,8 +12,14 @@ Listeners (`Fleet.on_change`) hear of all this, and of engines that go up and do
 An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests
 together, or at once when it accepts no connection. Only probes bring it back: `recover_after` good
 ones in a row. After the start one good probe is enough, so that the router is ready at once.
-Requests wait a moment for an engine to come back (`Fleet.wait_up`). The router remembers how long
-engines stayed away, and tells clients when to ask again.
+Requests wait a moment for an engine to come back. The router remembers how long engines stayed
+away, and tells clients when to ask again.
+
+A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
+request at a time, until one is answered. Answers may take minutes, so good probes raise that number
+slowly. A trial that fails takes the engine out again, each time for twice as long, up to
+`trial_seconds`. Only an engine that accepted no connection meanwhile was started again, and is used
+in full at once.
 
 A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
 engine, would take all engines down.
@@ -25,7 +31,7 @@ import asyncio
 import logging
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +43,7 @@ import httpx
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
 from kvferry.router.guard import RequestMemory
+from kvferry.router.turns import Turns
 
 log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
@@ -70,6 +77,8 @@ class UpstreamEngine:
         self.draining: AfterDrain | None = None  # what comes after it, while it drains
         self.removed = False
         self.up = False
+        self.trial = 0  # up, but only for so many requests at a time; 0: not on trial
+        self.gone = False  # down, and it accepts no connection
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
         self.away_seconds: float | None = None  # how long it was last down; None: never
@@ -81,6 +90,7 @@ class UpstreamEngine:
         self._limits = limits
         self._failed_in_a_row = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
+        self._trials_failed = 0  # in a row
         self._clock = clock
         self._changed = changed
 
@@ -98,14 +108,20 @@ class UpstreamEngine:
         return "+".join(role for role in ROLES if role in self.spec.roles)
 
     @property
-    def takes(self) -> bool:
-        """Whether it gets new requests."""
+    def open(self) -> bool:
+        """Whether it is meant to get requests; it may have no room for more."""
         return self.up and self.draining is None and not self.removed
 
     @property
     def load(self) -> int:
         """Requests that are there, or on their way."""
         return self.in_flight + self.reserved
+
+    @property
+    def room(self) -> int:
+        """How many more requests it gets now."""
+        most = self.trial or self._limits.max_running
+        return max(0, most - self.load) if self.open else 0
 
     @property
     def idle(self) -> bool:
@@ -115,18 +131,26 @@ class UpstreamEngine:
     def answered(self) -> None:
         """A request got an answer."""
         self._failed_in_a_row = 0
+        if self.trial:
+            self.trial = self._trials_failed = 0
+            log.info("%s engine %s has passed its trial", self.role, self.url)
 
     def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
-        fell = self.up and (refused or self._failed_in_a_row >= self._limits.fail_after)
+        enough = 1 if refused or self.trial else self._limits.fail_after
+        fell = self.up and self._failed_in_a_row >= enough
         if fell:
             self.up = False
+            if self.trial:
+                self.trial = 0
+                self._trials_failed += 1
             log.warning("%s engine %s is down: %s (%s)", self.role, self.url, reason, during)
         if not self.up:
             self.reason = reason
+            self.gone = self.gone or refused
             if self.down_since is None:
                 self.down_since = self._clock()
         if fell:
@@ -135,15 +159,32 @@ class UpstreamEngine:
     def probed_well(self) -> None:
         self._failed_in_a_row = 0
         self._good_in_a_row += 1
-        if not self.up and self._good_in_a_row >= self._limits.recover_after:
-            self.up = True
-            self.reason = ""
-            self.starts += 1
-            away = None if self.down_since is None else self._clock() - self.down_since
-            self.away_seconds, self.down_since = away, None
-            after = "" if away is None else f", after {away:.1f} s"
-            log.info("%s engine %s is up%s", self.role, self.url, after)
-            self._changed(self, "up")
+        if self.up or self._good_in_a_row < self._limits.recover_after:
+            if self.trial and self._good_in_a_row % self._limits.recover_after == 0:
+                self.trial = min(2 * self.trial, self._limits.max_running)
+            return
+        away = None if self.down_since is None else self._clock() - self.down_since
+        started = away is None or self.gone
+        if started:
+            self._trials_failed = 0
+        elif away is not None and away < self._until_trial():
+            return
+        self.up, self.trial, self.gone = True, int(not started), False
+        self.reason = ""
+        self.starts += 1
+        self.away_seconds, self.down_since = away, None
+        after = "" if away is None else f", after {away:.1f} s"
+        on_trial = " on trial" if self.trial else ""
+        log.info("%s engine %s is up%s%s", self.role, self.url, on_trial, after)
+        self._changed(self, "up")
+
+    def _until_trial(self) -> float:
+        """How long it stays down at least, after the trials that it failed."""
+        if not self._trials_failed:
+            return 0.0
+        shortest = self._limits.probe_every_seconds * self._limits.recover_after
+        doubled = shortest * 2.0 ** min(self._trials_failed, 30)
+        return min(doubled, self._limits.trial_seconds)
 
 
 # HTTP to engines: every wait has a deadline, and every failure is an `EngineFailure`.
@@ -167,6 +208,7 @@ class Incoming:
     path: str
     headers: Headers  # that engines get, with Authorization: never log them
     held: RequestMemory
+    client: str = ""  # whose turn it is, and whose share of the line is taken
     trail: list[str] = field(default_factory=list)  # for the log
 
     def __str__(self) -> str:
@@ -186,6 +228,7 @@ class EngineFailure(KvferryError):
         answer: Answer | None = None,
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.url}: {reason}")
+        self.engine = engine
         self.delivered = delivered  # False only if the engine saw nothing of the request
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
@@ -209,7 +252,7 @@ class Fleet:
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.waiting: Counter[Role] = Counter()  # requests that wait for an engine of this role
+        self.turns = Turns(limits.max_queued, limits.address_share, self._decode_room, clock)
         self._limits = limits
         self._clock = clock
         self._engines: dict[str, UpstreamEngine] = {}  # by URL
@@ -218,7 +261,6 @@ class Fleet:
         self._absences: dict[Role, deque[float]] = {
             role: deque(maxlen=_REMEMBERED) for role in ROLES
         }
-        self._one_is_up = asyncio.Event()
         self._running = False
         self._probes: set[asyncio.Task[None]] = set()
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
@@ -320,7 +362,7 @@ class Fleet:
         finally:
             engine.reserved -= 1
             # Later: the request may go to the engine now, before anything else runs.
-            asyncio.get_running_loop().call_soon(self._remove_if_drained, engine)
+            asyncio.get_running_loop().call_soon(self._left, engine)
 
     def ticket_taken(self, engine: UpstreamEngine) -> None:
         """A request holds a ticket of this engine, which must not be stopped before it is used."""
@@ -329,6 +371,11 @@ class Fleet:
     def ticket_ended(self, engine: UpstreamEngine) -> None:
         engine.tickets -= 1
         self._remove_if_drained(engine)
+
+    def _left(self, engine: UpstreamEngine) -> None:
+        """A request left an engine, which may have room for another one."""
+        self._remove_if_drained(engine)
+        self.turns.give()
 
     def _remove_if_drained(self, engine: UpstreamEngine) -> None:
         if engine.draining == "remove" and engine.idle:
@@ -341,8 +388,9 @@ class Fleet:
                 for role in engine.roles:
                     self._absences[role].append(away)
         if kind in ("up", "changed"):
-            self._one_is_up.set()  # wakes all that wait
-            self._one_is_up.clear()
+            self.turns.give()
+        elif not self.some_up("decode"):
+            self.turns.stir()
         for listener in self._listeners:
             try:
                 listener(FleetChange(kind, engine))
@@ -352,29 +400,20 @@ class Fleet:
     # Which one is next
 
     def some_up(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> bool:
-        return any(engine.takes and engine not in besides for engine in self.with_role(role))
+        return any(engine.open and engine not in besides for engine in self.with_role(role))
 
     def pick(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
-        """The engine that takes requests with the least load for its weight; equals in turn."""
-        takes = [e for e in self._in_turn if role in e.roles and e.takes and e not in besides]
-        if not takes:
+        """The engine with room that has the least load for its weight; equals in turn."""
+        fit = [e for e in self._in_turn if role in e.roles and e.room and e not in besides]
+        if not fit:
             return None
-        best = min(takes, key=lambda engine: engine.load / engine.spec.weight)
+        best = min(fit, key=lambda engine: engine.load / engine.spec.weight)
         self._in_turn.remove(best)
         self._in_turn.append(best)
         return best
 
-    async def wait_up(self, role: Role, seconds: float) -> float:
-        """Wait until an engine is up, for at most `seconds`. Returns how long that took."""
-        begun = time.monotonic()
-        self.waiting[role] += 1
-        try:
-            with anyio.move_on_after(seconds):
-                while not self.some_up(role):
-                    await self._one_is_up.wait()
-        finally:
-            self.waiting[role] -= 1
-        return time.monotonic() - begun
+    def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
+        return sum(e.room for e in self.with_role("decode") if e not in besides)
 
     def absence(self, role: Role) -> tuple[float, float | None]:
         """Seconds until an engine should be up, and the usual absence, or None if none was seen.
@@ -450,10 +489,13 @@ class Fleet:
                     engine.failed(f"HTTP {status}", during=str(asked))
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
             engine.answered()
+            self.turns.give()  # if that ended a trial
             yield answer
         finally:
             engine.in_flight -= 1
             self._remove_if_drained(engine)
+            if "decode" in engine.roles:
+                self.turns.ended()
             asked.held.add(held_before - asked.held.bytes)
             if response is not None:
                 await response.aclose()
@@ -528,6 +570,7 @@ class Fleet:
             return
         if response.is_success:
             engine.probed_well()
+            self.turns.give()  # if that widened a trial
         else:
             engine.failed(f"/health answered {response.status_code}")
 

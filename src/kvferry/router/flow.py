@@ -16,6 +16,8 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    all decode engines are busy     the request waits in line (`turns`) up to `queue_seconds`; then
+                                    429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
                                     that failed it and has started again; then 503, with the
                                     time after which an engine should be back
@@ -23,6 +25,8 @@ What happens when an engine fails before the first byte to the client:
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
+    too many requests fail          retries that an engine would notice have a budget for all
+                                    requests together; without it, the first failure counts
 
 After the first byte nothing is tried again, because the client has tokens already. A stream of
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
@@ -61,6 +65,7 @@ from kvferry.router.engines import (
     UpstreamEngine,
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
+from kvferry.router.turns import LineFull, RetryBudget
 
 OUTCOMES = (
     "ok",
@@ -68,6 +73,7 @@ OUTCOMES = (
     "engine_error",  # 5xx, also the router's own 502 and 504
     "unavailable",  # 503: no decode engine is up, or an engine answered so
     "busy",  # 429, the router's or an engine's
+    "deadline",  # the client's own deadline was over
     "broken_stream",  # the decode engine failed after the first byte
     "client_gone",
     "stopped",  # still in flight when the router's time to drain was over
@@ -107,6 +113,7 @@ class Router:
         self.fleet = Fleet(config.specs(), config.limits)
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
         self.memory = MemoryLimit(config.limits)
+        self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
@@ -211,7 +218,8 @@ class _Trip:
         self._ticket_from: UpstreamEngine | None = None  # while the ticket is unused
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
-        self._patience_seconds = self._limits.wait_seconds
+        self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
+        self._queue_seconds = self._limits.queue_seconds  # left for one to have room
 
     async def run(self) -> None:
         try:
@@ -224,9 +232,12 @@ class _Trip:
         failure: EngineFailure | None = None
         if self._wanted is not None and (reason := self._wanted.decode_only_because()):
             self._fall_back(reason)
+        self._router.budget.request()
         # Checked before the prefill, which would be useless without a decode engine.
-        while tries < self._limits.tries and await self._one_is_up():
+        while tries < self._limits.tries and await self._turn():
             engine = self._pick_decode()
+            if engine is None:  # it went down just now
+                continue
             with self._fleet.reserved(engine):
                 if self._wanted is not None and self._ticket is None:
                     await self._prefill(self._wanted, engine, again=tries > 0)
@@ -253,31 +264,73 @@ class _Trip:
                     self._ticket_ended()
                 if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
                     await self._fleet.check(engine)
+                if tries < self._limits.tries and not await self._may_retry(error):
+                    break
         await self._give_up(failure)
 
-    def _pick_decode(self) -> UpstreamEngine:
+    async def _may_retry(self, error: EngineFailure) -> bool:
+        """Whether another engine may be asked. What no living engine has seen is always free."""
+        if not error.delivered or self._router.budget.take():
+            return True
+        if error.broke_off:
+            await self._fleet.check(error.engine)
+            if error.engine.gone:
+                return True
+        self._router.budget.refused += 1
+        self._asked.trail.append("no retry: too many requests fail")
+        return False
+
+    def _pick_decode(self) -> UpstreamEngine | None:
         """A decode engine that has not failed this request, and did not make its ticket."""
         failed = self._failed_decode()
         others = failed if self._ticket_from is None else failed | {self._ticket_from}
         engine = self._fleet.pick("decode", besides=others)
-        if engine is None:
+        if engine is None and self._ticket_from is not None:
             engine = self._fleet.pick("decode", besides=failed)
-            assert engine is not None, "nothing was awaited since one was up"
-            self._ticket_ended()
-            self._fall_back("same_engine")
+            if engine is not None:
+                self._ticket_ended()
+                self._fall_back("same_engine")
         return engine
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
-    async def _one_is_up(self) -> bool:
-        """Whether a decode engine can be asked. If none is up, wait for one."""
-        if not self._fleet.some_up("decode") and self._patience_seconds > 0:
-            waited = await self._fleet.wait_up("decode", self._patience_seconds)
-            self._patience_seconds -= waited
+    async def _turn(self) -> bool:
+        """Wait until a decode engine has room, and it is this request's turn.
+
+        False if no engine is left that could serve it. Raises ApiError 429 if all are busy.
+        """
+        fleet = self._fleet
+        while not fleet.turns.at_once(failed := self._failed_decode()):
+            busy = fleet.some_up("decode")
+            if busy and not fleet.some_up("decode", besides=failed):
+                return False
+            seconds = self._queue_seconds if busy else self._wait_seconds
+            if seconds <= 0 and not busy:
+                return False
+            begun = time.monotonic()
+            try:
+                if seconds <= 0:
+                    raise LineFull(f"this request waited {self._limits.queue_seconds:g} s")
+                # An engine that comes up now was started again, and has failed nothing since.
+                besides = failed if busy else ()
+                granted = await fleet.turns.wait(self._asked.client, besides, seconds)
+            except LineFull as error:
+                if not busy:
+                    return False
+                later = fleet.turns.expected_seconds()
+                message = f"all decode engines are busy, and {error}; ask again in {later:.0f} s"
+                raise ApiError(429, "engines_busy", message, later) from None
+            waited = time.monotonic() - begun
+            if busy:
+                self._queue_seconds -= waited
+            else:
+                self._wait_seconds -= waited
             self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
-        return self._fleet.some_up("decode", besides=self._failed_decode())
+            if granted:
+                break
+        return True
 
     async def _prefill(self, wanted: Generation, decode: UpstreamEngine, again: bool) -> None:
         """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx.
@@ -313,6 +366,10 @@ class _Trip:
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)
+                if not isinstance(error, EngineFailure):
+                    error = EngineFailure(engine, "its answer is no JSON object")
+                if len(failed) < self._limits.tries and not await self._may_retry(error):
+                    break
                 continue
             if not self._ticket:
                 self._fall_back("no_ticket")
