@@ -223,6 +223,7 @@ VARIABLES: Mapping[str, str] = {
     "KVFERRY_SECRET": "The secret, where no key gives one.",
     "KVFERRY_RUNTIME_DIR": "Where the user's key lies, instead of `/dev/shm/kvferry-run-UID`; a "
     "directory of this host.",
+    "KVFERRY_ROUTER_TOKEN": "The token of the router's admin API, where `--token-file` gives none.",
     "KVFERRY_POOL_PREFIX": "The default of the pool's `cache_prefix`.",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "`host` of `NixlConnector` and `NixlPushConnector`.",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "`port` of `NixlConnector` and `NixlPushConnector`.",
@@ -297,6 +298,8 @@ ROUTER: Mapping[str, str] = {
     "probe_seconds": "For one probe to be answered.",
     "fail_after": "Failures in a row that take an engine out; a refused connection counts fully.",
     "recover_after": "Good probes in a row that bring it back.",
+    "reload_seconds": "Between two looks at files that may change: fleet, API keys, engines' key.",
+    "dns_seconds": "Between two lookups of a name, `dns://name:port`.",
     "trial_seconds": "How long an engine that failed its trials stays out, at most.",
 }
 

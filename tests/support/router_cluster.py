@@ -221,17 +221,23 @@ class Cluster:
 
 
 @contextmanager
-def cluster(prefill: int = 1, decode: int = 1, limits: Limits = QUICK) -> Iterator[Cluster]:
+def cluster(
+    prefill: int = 1, decode: int = 1, limits: Limits = QUICK, **config: Any
+) -> Iterator[Cluster]:
+    """`config`: more of a RouterConfig, and `decode_urls`: more decode engines."""
     ps = [FakeEngine(f"p{i}") for i in range(prefill)]
     ds = [FakeEngine(f"d{i}") for i in range(decode)]
     with ExitStack() as stack:
         servers = {engine.name: Server(engine) for engine in ps + ds}
         for server in servers.values():
             stack.callback(server.join)
-        config = RouterConfig(
-            tuple(servers[p.name].url for p in ps), tuple(servers[d.name].url for d in ds), limits
+        given = RouterConfig(
+            tuple(servers[p.name].url for p in ps),
+            tuple(servers[d.name].url for d in ds) + tuple(config.pop("decode_urls", ())),
+            limits,
+            **config,
         )
-        router = Server(make_app(config), lifespan="on")
+        router = Server(make_app(given), lifespan="on")
         stack.callback(router.join)
         for server in servers.values():
             stack.callback(server.tell_to_stop)

@@ -13,13 +13,15 @@ import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
+from kvferry.net.names import at_port
 
 Headers = list[tuple[bytes, bytes]]
 Role = Literal["prefill", "decode"]
@@ -217,8 +219,9 @@ def _many(value: bytes) -> bool:
 
 # Configuration
 
-_TCP_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+_TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _LEAST_WEIGHT = 0.001
+COMMAND_LINE = "the command line"  # as a source of engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,8 @@ class Limits:
     probe_seconds: float = 2.0  # for one probe to be answered
     fail_after: int = 2  # failures in a row; one refused connection is enough
     recover_after: int = 2  # good probes in a row, so that an unstable engine stays out
+    reload_seconds: float = 1.0  # between two looks at files that may change
+    dns_seconds: float = 10.0  # between two lookups of a name
     trial_seconds: float = 60.0  # until an engine that failed its trial gets another, at most
 
     def __post_init__(self) -> None:
@@ -294,17 +299,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an operator says about one engine."""
+    """What an operator says about one engine, or about all engines behind one name."""
 
-    url: str  # http://host:port
+    url: str  # http://host:port, or dns://name:port
     roles: frozenset[Role]
-    events: str | None = None  # where it publishes KV events, tcp://host:port
+    events: str | None = None  # where it publishes KV events, tcp://host:port; host *: its own
     replay: str | None = None  # where it sends lost ones again
     weight: float = 1.0  # its share of requests, beside those of the others
-    source: str = "command line"  # who named it, and may take it away
+    source: str = COMMAND_LINE  # who named it, and may take it away
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", base_url(self.url))
+        object.__setattr__(self, "url", _engine_url(self.url))
         object.__setattr__(self, "roles", frozenset(self.roles))
         if not self.roles or not self.roles <= set(ROLES):
             raise DescriptionError(
@@ -313,10 +318,15 @@ class EngineSpec:
             )
         for name in ("events", "replay"):
             address = getattr(self, name)
-            if address is not None and not _TCP_ADDRESS.fullmatch(address):
+            if address is None:
+                continue
+            if not _TCP_ADDRESS.fullmatch(address):
                 raise DescriptionError(
                     f"{name} of {self.url} is {address!r:.80}; expected tcp://host:port"
                 )
+            if not self.is_name:
+                host = at_port(urlsplit(self.url).hostname or "", "")
+                object.__setattr__(self, name, address.replace("//*:", f"//{host}"))
         if self.replay is not None and self.events is None:
             raise DescriptionError(f"{self.url} has replay and no events; name both, or neither")
         if not _LEAST_WEIGHT <= self.weight <= 1 / _LEAST_WEIGHT:
@@ -325,32 +335,86 @@ class EngineSpec:
                 f"{1 / _LEAST_WEIGHT:g}"
             )
 
+    @property
+    def is_name(self) -> bool:
+        return self.url.startswith("dns://")
+
+    def name_and_port(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None and parts.port is not None
+        return parts.hostname, parts.port
+
+    def at(self, address: str) -> EngineSpec:
+        """The engine behind this name that has the address."""
+        _, port = self.name_and_port()
+        return replace(self, url=f"http://{at_port(address, port)}", source=self.url)
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """The engines by role. Without prefill engines, every request is decode-only."""
+    """The engines by role, and where more of them are named. Without prefill engines, every request
+    is decode-only."""
 
-    prefill: tuple[str, ...]  # base URLs, http://host:port
+    prefill: tuple[str, ...]  # base URLs, http://host:port, or dns://name:port
     decode: tuple[str, ...]
     limits: Limits = Limits()
+    both: tuple[str, ...] = ()  # engines with both roles
+    events: tuple[str, ...] = ()  # URL=tcp://host:port[,tcp://host:port]: KV events, and replay
+    fleet_file: Path | None = None
+    token: str | None = field(default=None, repr=False)  # of the admin API; None: there is none
+    api_keys_file: Path | None = None  # None: every client may ask
+    engine_key_file: Path | None = None  # None: engines see the clients' keys
+    engine_ca: Path | None = None  # who signs the engines' certificates; None: the usual ones
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefill", tuple(base_url(url) for url in self.prefill))
-        object.__setattr__(self, "decode", tuple(base_url(url) for url in self.decode))
-        if not self.decode:
-            raise DescriptionError("a router needs at least one decode engine; none was given")
-        urls = self.prefill + self.decode
+        for name in (*ROLES, "both"):
+            object.__setattr__(self, name, tuple(_engine_url(url) for url in getattr(self, name)))
+        if not (self.decode or self.both or self.fleet_file or self.token):
+            raise DescriptionError(
+                "a router needs at least one decode engine; none was given. Name one, or a fleet "
+                "file, or a token with which engines can be added later"
+            )
+        urls = self.prefill + self.decode + self.both
         for url in urls:
             if urls.count(url) > 1:
                 raise DescriptionError(
                     f"the engine {url} is named {urls.count(url)} times; name each engine once, "
-                    "either as prefill or as decode (it would hand its cache over to itself)"
+                    "as prefill, as decode, or for both as an engine"
                 )
+        self.specs()
 
     def specs(self) -> list[EngineSpec]:
+        """The engines and names of the command line. Raises DescriptionError."""
+        events: dict[str, tuple[str, str | None]] = {}
+        for text in self.events:
+            url, found, addresses = text.rpartition("=")
+            if not found:
+                raise DescriptionError(
+                    f"cannot read the events {text!r:.80}; write URL=tcp://host:port, for all "
+                    "engines *=tcp://*:port, and a comma and the replay address after it"
+                )
+            first, _, second = addresses.partition(",")
+            events[url if url == "*" else _engine_url(url)] = (first, second or None)
+        named = {url: {role} for role in ROLES for url in getattr(self, role)}
+        named |= {url: set(ROLES) for url in self.both}
+        if unknown := set(events) - set(named) - {"*"}:
+            raise DescriptionError(f"events of {sorted(unknown)}, which is no engine that is named")
+        nothing = events.get("*", (None, None))
         return [
-            EngineSpec(url, frozenset((role,))) for role in ROLES for url in getattr(self, role)
+            EngineSpec(url, frozenset(roles), *events.get(url, nothing))
+            for url, roles in named.items()
         ]
+
+
+def _engine_url(text: str) -> str:
+    """An engine's address, or the name of several, in one form."""
+    if not text.strip().startswith("dns://"):
+        return base_url(text)
+    http = base_url("http" + text.strip().removeprefix("dns"))
+    parts = urlsplit(http)
+    if parts.port is None or parts.path:
+        raise DescriptionError(f"cannot read the name {text!r:.80}; write dns://name:port")
+    return "dns" + http.removeprefix("http")
 
 
 def base_url(text: str) -> str:

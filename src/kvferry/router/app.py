@@ -31,6 +31,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
+from kvferry.router.admin import METHODS as ADMIN_METHODS
+from kvferry.router.admin import PATH as ADMIN_PATH
+from kvferry.router.admin import Admin
 from kvferry.router.api import (
     ApiError,
     Headers,
@@ -49,6 +52,7 @@ from kvferry.router.guard import (
     address_of,
     read_body,
 )
+from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -62,11 +66,15 @@ def make_app(config: RouterConfig) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router.fleet.running():
+        async with router.sources.running(), router.fleet.running():
             yield
 
+    admin = []
+    if config.token is not None:
+        admin.append(Route(ADMIN_PATH, Admin(router, config.token).engines, methods=ADMIN_METHODS))
     app = Starlette(
         routes=[
+            *admin,
             Route("/v1/completions", generate, methods=["POST"]),
             Route("/v1/chat/completions", generate, methods=["POST"]),
             Route("/v1/models", ApiRoute(router, router.pass_on), methods=["GET"]),
@@ -77,19 +85,27 @@ def make_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
+    app.state.router = router
     app.router.redirect_slashes = False  # a redirect would point to any host that a client names
     return app
 
 
-def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> None:
+def serve(config: RouterConfig, listen: Listen) -> None:
     """Serve until SIGINT or SIGTERM, then accept no more requests and finish the running ones.
 
-    Raises DescriptionError for a bad port.
+    Raises DescriptionError for a bad port or certificate.
     """
-    require_port(port)
+    require_port(listen.port)
+    tls = listen.tls()
+    guard_of_all = Guard(config.limits)
 
     class Guarded(ClientConnection):
-        guard = Guard(config.limits)
+        guard = guard_of_all
+
+    class GuardedTls(TlsConnection):
+        guard = guard_of_all
+        context = tls  # type: ignore[assignment]  # not None where it is used
+        handshake_seconds = config.limits.header_seconds
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
     # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged.
@@ -97,28 +113,36 @@ def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> No
     logging_config["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
     logging_config["loggers"]["kvferry"] = ours
+    app = make_app(config)
     settings = uvicorn.Config(
-        make_app(config),
-        host=host,
-        port=port,
+        app,
         log_config=logging_config,
         access_log=False,  # `ApiRoute` logs each request with what was done for it
         server_header=False,
-        http=Guarded,
+        http=Guarded if tls is None else GuardedTls,
         loop="asyncio",  # uvloop buffers a whole answer before it reports a client that reads none
         ws="none",
-        backlog=Guarded.guard.backlog,
+        backlog=guard_of_all.backlog,
         proxy_headers=False,  # quotas count the address that really connects
         timeout_graceful_shutdown=math.ceil(config.limits.drain_seconds),
     )
-    if not is_loopback(host):
-        log.warning(
-            "listening on %s: the router does not authenticate clients itself; "
-            "engines see the clients' Authorization headers",
-            host,
-        )
+    if not is_loopback(listen.host):
+        if config.api_keys_file is None:
+            log.warning(
+                "listening on %s: the router does not authenticate clients itself; "
+                "engines see the clients' Authorization headers",
+                listen.host,
+            )
+        if tls is None and (config.token is not None or config.api_keys_file is not None):
+            log.warning(
+                "listening on %s without TLS: keys and tokens pass in the clear", listen.host
+            )
+
+    def draining() -> None:
+        app.state.router.draining = True
+
     with suppress(KeyboardInterrupt):  # drained by then
-        uvicorn.Server(settings).run()
+        RouterServer(settings, listen, draining).run()
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
@@ -153,7 +177,9 @@ class ApiRoute:
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(send, asked.request_id, router.limits.client_seconds)
+        reply = ClientReply(
+            send, asked.request_id, router.limits.client_seconds, lambda: router.draining
+        )
         begun = time.monotonic()
         outcome = "internal"
         try:
@@ -190,6 +216,10 @@ class ApiRoute:
         begun = anyio.current_time()
         try:
             try:
+                if self._router.keys is not None:
+                    asked.client = self._router.keys.require(headers)
+                if self._router.engine_key is not None:
+                    asked.headers = self._router.engine_key.replace(asked.headers)
                 seconds = client_seconds(headers, limits.answer_seconds)
                 deadline = math.inf if seconds is None else begun + seconds
                 body = await read_body(headers, receive, asked.held, limits)
@@ -231,9 +261,8 @@ class ApiRoute:
 def _by_status(status: int) -> str:
     if status < 400:
         return "ok"
-    if status in (429, 503):
-        return "busy" if status == 429 else "unavailable"
-    return "client_error" if status < 500 else "engine_error"
+    odd = {401: "unauthorized", 429: "busy", 503: "unavailable"}
+    return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
 class _DeadlineOver(Exception):
@@ -325,6 +354,14 @@ class Status:
         add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
         waiting = router.fleet.turns.waiting
         add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
+        files = router.sources.files
+        used = {f'{{file="{f.name}",result="used"}}': f.used for f in files}
+        bad = {f'{{file="{f.name}",result="refused"}}': f.refused for f in files}
+        add("reloads_total", "counter", "Contents of watched files.", used | bad)
+        good = {f'{{file="{f.name}"}}': int(not f.problem) for f in files}
+        add("file_good", "gauge", "Whether what a watched file says now is used.", good)
+        unresolved = {"": router.sources.names.failures}
+        add("dns_failures_total", "counter", "Names that were not resolved.", unresolved)
         budget = router.budget
         refused = {"": budget.refused}
         add("retries_refused_total", "counter", "Retries that the budget refused.", refused)

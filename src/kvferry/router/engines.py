@@ -29,12 +29,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import statistics
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import anyio
@@ -251,7 +253,9 @@ class Fleet:
         specs: Iterable[EngineSpec],
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
+        ca_file: Path | None = None,
     ) -> None:
+        """`ca_file`: who signs the engines' certificates, where it is not one of the usual ones."""
         self.turns = Turns(limits.max_queued, limits.address_share, self._decode_room, clock)
         self._limits = limits
         self._clock = clock
@@ -267,6 +271,7 @@ class Fleet:
         # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
         self.client = httpx.AsyncClient(
             trust_env=False,
+            verify=trusting(ca_file),
             timeout=httpx.Timeout(None, connect=limits.connect_seconds),
             limits=httpx.Limits(
                 max_connections=None,
@@ -275,7 +280,8 @@ class Fleet:
             ),
         )
         for spec in specs:
-            self.add(spec)
+            if not spec.is_name:
+                self.add(spec)
 
     # Who is there
 
@@ -308,10 +314,7 @@ class Fleet:
             log.info("%s engine %s gets requests again", engine.role, engine.url)
             self._tell(engine, "changed")
             return engine
-        if len(self._engines) >= self._limits.max_engines:
-            raise DescriptionError(
-                f"the fleet has {len(self._engines)} engines, the most allowed; raise max_engines"
-            )
+        self.require_space(1)
         engine = UpstreamEngine(spec, self._limits, self._clock, self._tell)
         self._engines[spec.url] = engine
         self._in_turn.append(engine)
@@ -320,6 +323,14 @@ class Fleet:
         if self._running:
             self._start_probing(engine, at_once=True)
         return engine
+
+    def require_space(self, count: int) -> None:
+        """Raises DescriptionError if the fleet cannot have so many more engines."""
+        if count and len(self._engines) + count > self._limits.max_engines:
+            raise DescriptionError(
+                f"the fleet has {len(self._engines)} engines, and can have "
+                f"{self._limits.max_engines}; raise max_engines"
+            )
 
     def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
         """Change roles, weight or event addresses of an engine, which keeps its requests."""
@@ -573,6 +584,14 @@ class Fleet:
             self.turns.give()  # if that widened a trial
         else:
             engine.failed(f"/health answered {response.status_code}")
+
+
+def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
+    """What httpx verifies certificates with. Raises DescriptionError."""
+    try:
+        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise DescriptionError(f"cannot read certificates from {ca_file}: {error}") from None
 
 
 def _is_stream(response: httpx.Response) -> bool:

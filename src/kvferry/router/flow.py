@@ -43,6 +43,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -50,6 +51,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Send
 
 from kvferry.router.api import (
+    COMMAND_LINE,
     Answer,
     ApiError,
     Generation,
@@ -65,11 +67,14 @@ from kvferry.router.engines import (
     UpstreamEngine,
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
+from kvferry.router.keys import EngineKey, Secrets
+from kvferry.router.sources import Sources
 from kvferry.router.turns import LineFull, RetryBudget
 
 OUTCOMES = (
     "ok",
     "client_error",  # 4xx, an engine's or the router's
+    "unauthorized",  # 401
     "engine_error",  # 5xx, also the router's own 502 and 504
     "unavailable",  # 503: no decode engine is up, or an engine answered so
     "busy",  # 429, the router's or an engine's
@@ -110,7 +115,22 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.fleet = Fleet(config.specs(), config.limits)
+        self.draining = False  # the router was told to stop
+        self.fleet = Fleet(config.specs(), config.limits, ca_file=config.engine_ca)
+        self.sources = Sources(self.fleet, config.limits)
+        self.sources.names.use(COMMAND_LINE, [s for s in config.specs() if s.is_name])
+        if config.fleet_file is not None:
+            self.sources.watch_fleet(config.fleet_file)
+        self.keys: Secrets | None = None  # None: every client may ask
+        if config.api_keys_file is not None:
+            self.keys = Secrets("API key")
+            self.sources.watch("api_keys", config.api_keys_file, self.keys.use, secret=True)
+        self.engine_key: EngineKey | None = None  # None: engines see the clients' keys
+        if config.engine_key_file is not None:
+            self.engine_key = EngineKey()
+            self.sources.watch(
+                "engine_key", config.engine_key_file, self.engine_key.use, secret=True
+            )
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
         self.memory = MemoryLimit(config.limits)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
@@ -137,7 +157,15 @@ class Router:
 class ClientReply:
     """The answer to one client. Every send has a deadline, after which it raises ClientGone."""
 
-    def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: bytes,
+        client_seconds: float,
+        is_last: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_last`: whether the connection is closed after this answer."""
+        self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
         self._between_events = False  # in a stream
@@ -152,6 +180,8 @@ class ClientReply:
         headers = [*answer.headers, (b"x-request-id", self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(answer.body)))
+        if self._is_last() and not any(name == b"connection" for name, _ in headers):
+            headers.append((b"connection", b"close"))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(start)
         if answer.rest is None:
