@@ -221,6 +221,7 @@ class _Door:
         """Open it at `path`, in place of an older one. None, with a warning, if that fails."""
         if path is None:
             return None
+        _sweep(path.parent)
         door = socket.socket(socket.AF_UNIX)
         part = path.with_name(f".{secrets.token_hex(4)}")
         try:
@@ -262,6 +263,17 @@ class _Door:
             if said == _READY:
                 leave()
                 return
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the doors of routers that were killed."""
+    for path in folder.glob("router-*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:  # a door opens under its name only when it listens
+                path.unlink()
 
 
 def _require_this_user(other: socket.socket) -> None:
