@@ -152,6 +152,9 @@ def test_with_nobody_to_take_over_from_a_router_starts_by_itself(tmp_path: Path)
         )
         try:
             assert any("no router to take over from" in line for line in new.log)
+            other = RouterProcess([old.prefill, old.decode], LIMITS, None)
+            other.stop()
+            assert not any("came to nothing" in line for line in new.log)
             assert httpx.post(url(old), json={"prompt": "x"}, trust_env=False).is_success
             assert door.is_socket() and not stale.exists()
         finally:

@@ -22,7 +22,7 @@ Token = Annotated[
     Path | None, typer.Option("--token-file", help="The router's token; else KVFERRY_ROUTER_TOKEN.")
 ]
 Ca = Annotated[Path | None, typer.Option("--ca", help="Who signed the router's certificate.")]
-Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Addresses of engines.")]
+Urls = Annotated[list[str], typer.Argument(metavar="URL", help="Addresses of engines.")]
 HERE = "http://127.0.0.1:8000"
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.5

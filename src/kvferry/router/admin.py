@@ -94,8 +94,8 @@ class Admin:
         there = self._fleet.get(spec.url)
         if there is not None and there.draining is None:
             raise ApiError(409, "engine_exists", f"{spec.url} is in the fleet, as {there.role}")
-        if there is not None and there.spec.source != SOURCE:
-            spec = there.spec  # taken back as its source named it
+        if there is not None and there.draining == "stay" and not _ours(there):
+            spec = there.spec  # taken back as its source names it
         return JSONResponse(described(self._fleet.add(spec)), status_code=201)
 
     def _named(self, query: Mapping[str, str]) -> UpstreamEngine:
@@ -141,9 +141,14 @@ def described(engine: UpstreamEngine) -> dict[str, Any]:
     }
 
 
+def _ours(engine: UpstreamEngine) -> bool:
+    """Whether nobody but this API says what the engine is, once the router runs."""
+    return engine.spec.source in (SOURCE, COMMAND_LINE)
+
+
 def _require_ours(engine: UpstreamEngine) -> None:
     """Refuse to change what a file or a name would bring back."""
-    if engine.spec.source not in (SOURCE, COMMAND_LINE):
+    if not _ours(engine):
         raise ApiError(
             409,
             "engine_of_another_source",

@@ -394,7 +394,8 @@ class Status:
         fleet = self._router.fleet
         if not fleet.some_up("decode"):
             return "down"
-        return "ok" if all(engine.up for engine in fleet.engines) else "degraded"
+        well = all(engine.up or engine.draining for engine in fleet.engines)
+        return "ok" if well else "degraded"
 
 
 def _escape(label: str) -> str:

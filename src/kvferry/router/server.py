@@ -268,11 +268,14 @@ class _Door:
 def _sweep(folder: Path) -> None:
     """Remove the doors of routers that were killed."""
     for path in folder.glob("router-*"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
+        # A socket of another kind disturbs nobody: a living door refuses its kind, a dead one any.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
+        ):
             try:
                 probe.connect(str(path))
-            except ConnectionRefusedError:  # a door opens under its name only when it listens
+            except ConnectionRefusedError:
                 path.unlink()
 
 
