@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
-    1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
-       a ticket: `kv_transfer_params`.
-    2. A decode engine gets the request as the client wrote it, and the unchanged ticket.
-    3. Its answer goes to the client byte for byte: streams as they come, others when complete.
+    1. A decode engine is chosen, so that it counts the request while another one prefills.
+    2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
+       a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself.
+    3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
+    4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
 What happens when an engine fails before the first byte to the client:
 
@@ -15,6 +16,8 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    all decode engines are busy     the request waits in line (`turns`) up to `queue_seconds`; then
+                                    429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
                                     that failed it and has started again; then 503, with the
                                     time after which an engine should be back
@@ -22,6 +25,8 @@ What happens when an engine fails before the first byte to the client:
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
+    too many requests fail          retries that an engine would notice have a budget for all
+                                    requests together; without it, the first failure counts
 
 After the first byte nothing is tried again, because the client has tokens already. A stream of
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
@@ -38,6 +43,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -45,6 +51,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Send
 
 from kvferry.router.api import (
+    COMMAND_LINE,
     Answer,
     ApiError,
     Generation,
@@ -55,19 +62,23 @@ from kvferry.router.api import (
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
-    EngineGroup,
+    Fleet,
     Incoming,
-    Upstream,
     UpstreamEngine,
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
+from kvferry.router.keys import EngineKey, Secrets
+from kvferry.router.sources import Sources
+from kvferry.router.turns import LineFull, RetryBudget
 
 OUTCOMES = (
     "ok",
     "client_error",  # 4xx, an engine's or the router's
+    "unauthorized",  # 401
     "engine_error",  # 5xx, also the router's own 502 and 504
     "unavailable",  # 503: no decode engine is up, or an engine answered so
     "busy",  # 429, the router's or an engine's
+    "deadline",  # the client's own deadline was over
     "broken_stream",  # the decode engine failed after the first byte
     "client_gone",
     "stopped",  # still in flight when the router's time to drain was over
@@ -82,6 +93,7 @@ FALLBACKS = (
     "no_prefill_engine",
     "prefill_failed",  # all tries failed
     "no_ticket",  # the prefill engine has nothing to hand over, such as for a short prompt
+    "same_engine",  # the only decode engine left made the ticket, and has the cache already
     "batch",
     "prompt_logprobs",
 )
@@ -103,12 +115,25 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.prefill = EngineGroup(config.prefill, "prefill", config.limits)
-        self.decode = EngineGroup(config.decode, "decode", config.limits)
-        self.engines = self.prefill.engines + self.decode.engines
-        self.upstream = Upstream(config.limits)
+        self.draining = False  # the router was told to stop
+        self.fleet = Fleet(config.specs(), config.limits, ca_file=config.engine_ca)
+        self.sources = Sources(self.fleet, config.limits)
+        self.sources.names.use(COMMAND_LINE, [s for s in config.specs() if s.is_name])
+        if config.fleet_file is not None:
+            self.sources.watch_fleet(config.fleet_file)
+        self.keys: Secrets | None = None  # None: every client may ask
+        if config.api_keys_file is not None:
+            self.keys = Secrets("API key")
+            self.sources.watch("api_keys", config.api_keys_file, self.keys.use, secret=True)
+        self.engine_key: EngineKey | None = None  # None: engines see the clients' keys
+        if config.engine_key_file is not None:
+            self.engine_key = EngineKey()
+            self.sources.watch(
+                "engine_key", config.engine_key_file, self.engine_key.use, secret=True
+            )
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
         self.memory = MemoryLimit(config.limits)
+        self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
@@ -132,7 +157,15 @@ class Router:
 class ClientReply:
     """The answer to one client. Every send has a deadline, after which it raises ClientGone."""
 
-    def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: bytes,
+        client_seconds: float,
+        is_last: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_last`: whether the connection is closed after this answer."""
+        self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
         self._between_events = False  # in a stream
@@ -147,6 +180,8 @@ class ClientReply:
         headers = [*answer.headers, (b"x-request-id", self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(answer.body)))
+        if self._is_last() and not any(name == b"connection" for name, _ in headers):
+            headers.append((b"connection", b"close"))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(start)
         if answer.rest is None:
@@ -203,29 +238,42 @@ class _Trip:
         self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
     ) -> None:
         self._router = router
+        self._fleet = router.fleet
         self._limits = router.limits
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
+        self._ticket_from: UpstreamEngine | None = None  # while the ticket is unused
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
-        self._patience_seconds = self._limits.wait_seconds
+        self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
+        self._queue_seconds = self._limits.queue_seconds  # left for one to have room
 
     async def run(self) -> None:
-        decode, tries = self._router.decode, 0
+        try:
+            await self._run()
+        finally:
+            self._ticket_ended()
+
+    async def _run(self) -> None:
+        tries = 0
         failure: EngineFailure | None = None
         if self._wanted is not None and (reason := self._wanted.decode_only_because()):
             self._fall_back(reason)
+        self._router.budget.request()
         # Checked before the prefill, which would be useless without a decode engine.
-        while tries < self._limits.tries and await self._one_is_up():
-            if self._wanted is not None and self._ticket is None:
-                await self._prefill(self._wanted, again=tries > 0)
-                if self._reply.status:
-                    return
-            engine = decode.pick(besides=self._failed_decode())
-            if engine is None:  # it went down while the other prefilled
+        while tries < self._limits.tries and await self._turn():
+            engine = self._pick_decode()
+            if engine is None:  # it went down just now
+                continue
+            with self._fleet.reserved(engine):
+                if self._wanted is not None and self._ticket is None:
+                    await self._prefill(self._wanted, engine, again=tries > 0)
+                    if self._reply.status:
+                        return
+            if not engine.up:  # it went down while the other prefilled
                 continue
             if tries:
                 self._router.retries["decode"] += 1
@@ -243,37 +291,96 @@ class _Trip:
                     break
                 if error.delivered and self._ticket:
                     self._ticket = None
-                if error.broke_off and not decode.some_up(besides=self._failed_decode()):
-                    await self._router.upstream.check(engine)
+                    self._ticket_ended()
+                if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
+                    await self._fleet.check(engine)
+                if tries < self._limits.tries and not await self._may_retry(error):
+                    break
         await self._give_up(failure)
+
+    async def _may_retry(self, error: EngineFailure) -> bool:
+        """Whether another engine may be asked. What no living engine has seen is always free."""
+        if not error.delivered or self._router.budget.take():
+            return True
+        if error.broke_off:
+            await self._fleet.check(error.engine)
+            if error.engine.gone:
+                return True
+        self._router.budget.refused += 1
+        self._asked.trail.append("no retry: too many requests fail")
+        return False
+
+    def _pick_decode(self) -> UpstreamEngine | None:
+        """A decode engine that has not failed this request, and did not make its ticket."""
+        failed = self._failed_decode()
+        others = failed if self._ticket_from is None else failed | {self._ticket_from}
+        engine = self._fleet.pick("decode", besides=others)
+        if engine is None and self._ticket_from is not None:
+            engine = self._fleet.pick("decode", besides=failed)
+            if engine is not None:
+                self._ticket_ended()
+                self._fall_back("same_engine")
+        return engine
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
-    async def _one_is_up(self) -> bool:
-        """Whether a decode engine can be asked. If none is up, wait for one."""
-        decode = self._router.decode
-        if not decode.some_up() and self._patience_seconds > 0:
-            waited = await decode.wait_up(self._patience_seconds)
-            self._patience_seconds -= waited
-            self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
-        return decode.some_up(besides=self._failed_decode())
+    async def _turn(self) -> bool:
+        """Wait until a decode engine has room, and it is this request's turn.
 
-    async def _prefill(self, wanted: Generation, again: bool) -> None:
-        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx."""
-        prefill, failed = self._router.prefill, self._failed_prefill
+        False if no engine is left that could serve it. Raises ApiError 429 if all are busy.
+        """
+        fleet = self._fleet
+        while not fleet.turns.at_once(failed := self._failed_decode()):
+            busy = fleet.some_up("decode")
+            if busy and not fleet.some_up("decode", besides=failed):
+                return False
+            seconds = self._queue_seconds if busy else self._wait_seconds
+            if seconds <= 0 and not busy:
+                return False
+            begun = time.monotonic()
+            try:
+                if seconds <= 0:
+                    raise LineFull(f"this request waited {self._limits.queue_seconds:g} s")
+                # An engine that comes up now was started again, and has failed nothing since.
+                besides = failed if busy else ()
+                granted = await fleet.turns.wait(self._asked.client, besides, seconds)
+            except LineFull as error:
+                if not busy:
+                    return False
+                later = fleet.turns.expected_seconds()
+                message = f"all decode engines are busy, and {error}; ask again in {later:.0f} s"
+                raise ApiError(429, "engines_busy", message, later) from None
+            waited = time.monotonic() - begun
+            if busy:
+                self._queue_seconds -= waited
+            else:
+                self._wait_seconds -= waited
+            self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
+            if granted:
+                break
+        return True
+
+    async def _prefill(self, wanted: Generation, decode: UpstreamEngine, again: bool) -> None:
+        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx.
+
+        `decode` is the engine that will use the ticket.
+        """
+        fleet, failed = self._fleet, self._failed_prefill
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
         retry = "prefill_again" if again else ""
-        while len(failed) < self._limits.tries and (engine := prefill.pick(besides=failed)):
+        while len(failed) < self._limits.tries and (
+            engine := fleet.pick("prefill", besides=failed | {decode})
+        ):
             if retry:
                 self._router.retries[retry] += 1
             retry = "prefill"
             try:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
-                async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+                async with fleet.ask(engine, asked, body, seconds) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -281,16 +388,29 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    if self._ticket:
+                        self._ticket_from = engine
+                        fleet.ticket_taken(engine)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)
+                if not isinstance(error, EngineFailure):
+                    error = EngineFailure(engine, "its answer is no JSON object")
+                if len(failed) < self._limits.tries and not await self._may_retry(error):
+                    break
                 continue
             if not self._ticket:
                 self._fall_back("no_ticket")
             return
         self._fall_back("prefill_failed" if failed else "no_prefill_engine")
+
+    def _ticket_ended(self) -> None:
+        """The ticket was used, or never will be."""
+        if self._ticket_from is not None:
+            self._fleet.ticket_ended(self._ticket_from)
+            self._ticket_from = None
 
     def _fall_back(self, reason: str) -> None:
         self._ticket = b""
@@ -305,7 +425,8 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+        async with self._fleet.ask(engine, asked, body, seconds) as got:
+            self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             await self._send(got)
 
@@ -313,11 +434,11 @@ class _Trip:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
             message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
             raise ApiError(502, "answer_too_long", f"{message}; ask for a stream")
-        decode = self._router.decode
-        gone = failure is not None and failure.broke_off and not decode.some_up()
+        fleet = self._fleet
+        gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
-            seconds, usual = decode.absence()
-            message = f"none of {len(decode.engines)} decode engines is up; "
+            seconds, usual = fleet.absence("decode")
+            message = f"none of {len(fleet.with_role('decode'))} decode engines is up; "
             if usual is not None:
                 message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"
