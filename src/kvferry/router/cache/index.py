@@ -57,6 +57,7 @@ _MOST_MASKS = 1 << 12
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
+_WORST: tuple[State, ...] = ("lost", "replaying", "estimated", "live")
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
@@ -239,14 +240,22 @@ class CacheIndex:
         part.view = "estimated"
         self._forget_estimates(part)
 
+    def state(self, engine: str) -> State:
+        """Of what is known of an engine; of data-parallel ranks the worst."""
+        states = [part.state for part in self._of(engine)]
+        return min(states, key=_WORST.index, default="estimated")
+
+    def pooled(self, engine: str) -> bool:
+        """Whether an engine has told of a pool, which it reads then."""
+        return any(tier == "pool" for part in self._of(engine) for tier, _ in part.slots)
+
     def stats(self) -> dict[str, IndexStats]:
         """By engine; data-parallel ranks together, with the state of the worst."""
-        worst: tuple[State, ...] = ("lost", "replaying", "estimated", "live")
         result: dict[str, IndexStats] = {}
         for engine in {part.engine for part in self._parts.values()}:
             parts = self._of(engine)
             result[engine] = IndexStats(
-                state=min((part.state for part in parts), key=worst.index),
+                state=self.state(engine),
                 blocks=sum(part.known for part in parts),
                 estimated_blocks=sum(len(part.estimates) for part in parts),
                 events=sum(part.events for part in parts),
