@@ -18,6 +18,7 @@ import uvicorn
 from kvferry.router.api import EngineSpec, Limits, RouterConfig
 from kvferry.router.app import make_app
 from kvferry.router.engines import Fleet
+from kvferry.router.placing import Placing
 from waiting import wait_until
 
 QUICK = Limits(
@@ -66,11 +67,16 @@ class FakeEngine:
     script: list[str] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     health: int = 200
+    metrics: bytes = b""  # of vLLM's; empty: there are none
+    cached: int | None = None  # tokens that it says it had, in answers that are not streamed
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
             await respond(send, self.health, b"", "text/plain")
+            return
+        if scope["path"] == "/metrics":
+            await respond(send, 200 if self.metrics else 404, self.metrics, "text/plain")
             return
         raw, more = b"", True
         while more:
@@ -103,11 +109,17 @@ class FakeEngine:
             await respond(send, 200, b'{"object":"list",  "data":[{"id":"m"}]}')
         elif (seen.body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             params = b"null" if act == "no_ticket" else PARAMS % self.name.encode()
-            await respond(send, 200, b'{"id": "p", "kv_transfer_params":' + params + b"}")
+            usage = self.usage()
+            await respond(send, 200, b'{"id": "p",%s "kv_transfer_params":%s}' % (usage, params))
         elif seen.body.get("stream"):
             await self.stream(act, send)
         else:
-            await respond(send, 200, WHOLE)
+            await respond(send, 200, WHOLE if self.cached is None else b"{%s}" % self.usage()[:-1])
+
+    def usage(self) -> bytes:
+        if self.cached is None:
+            return b""
+        return b'"usage":{"prompt_tokens_details":{"cached_tokens":%d}},' % self.cached
 
     async def stream(self, act: str, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-engine", b"e")]
@@ -160,6 +172,11 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def placing(self) -> Placing:
+        """Of a router, to look at."""
+        return self.app.state.router.placing
+
     def start(self) -> None:
         sock = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio sets no TCP_NODELAY
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -197,6 +214,7 @@ class Cluster:
     decode: list[FakeEngine]
     servers: dict[str, Server]
     client: httpx.Client
+    router: Server
 
     def complete(self, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
         body = {"model": "m", "prompt": "hello", **more}
@@ -247,7 +265,7 @@ def cluster(
             stack.callback(server.tell_to_stop)
         stack.callback(router.tell_to_stop, at_once=False)
         client = stack.enter_context(httpx.Client(base_url=router.url, trust_env=False, timeout=10))
-        yield Cluster(ps, ds, servers, client)
+        yield Cluster(ps, ds, servers, client, router)
 
 
 def quick(**changes: Any) -> Limits:

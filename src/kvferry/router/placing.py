@@ -54,6 +54,7 @@ CHOICES = (
 )
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
+_MOST_REQUESTS = 1_000_000  # at one engine, as its metrics may say
 _RECHECK_SECONDS = 60.0  # after which an engine without metrics is asked again
 _SAMPLE = re.compile(rb"^vllm:(\w+?)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
@@ -413,6 +414,14 @@ class _Follower:
     task: asyncio.Task[None]
 
 
+def _number(text: bytes, most: float) -> float:
+    """From 0 to `most`, whatever an engine writes."""
+    try:
+        return min(most, max(0.0, float(text)))
+    except ValueError:
+        return 0.0
+
+
 def read_metrics(text: bytes) -> EngineMetrics | None:
     """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
     sums: Counter[bytes] = Counter()
@@ -420,9 +429,9 @@ def read_metrics(text: bytes) -> EngineMetrics | None:
     cache_tokens = 0
     for name, labels, value in _SAMPLE.findall(text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
-            sums[name] += max(0, round(float(value)))
+            sums[name] += round(_number(value, _MOST_REQUESTS))
         elif name == b"kv_cache_usage_perc":
-            usage.append(min(1.0, max(0.0, float(value))))
+            usage.append(_number(value, 1.0))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
             cache_tokens += sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
