@@ -21,6 +21,7 @@ SPREAD = 1.5  # second largest size by second smallest; below, they do not tell 
 class Fit:
     fixed: float
     slope: float
+    guessed: bool = False  # sizes are too equal, or noise too large, to tell the two parts apart
 
 
 class CostLine:
@@ -55,9 +56,19 @@ class CostLine:
         self._new = False
         return self._fit
 
+    def fit_beside(self, slope: float, most_fixed: float) -> Fit | None:
+        """The same, for a cost whose slope is roughly known. Where sizes do not tell the two parts
+        apart, what that slope does not explain is fixed, up to `most_fixed` seconds."""
+        fit = self.fit()
+        if fit is None or not fit.guessed or fit.slope <= slope:
+            return fit
+        sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
+        fixed = min(most_fixed, max(0.0, float(np.median(seconds - slope * sizes))))
+        return Fit(fixed, max(slope, float(np.median((seconds - fixed) / sizes))), guessed=True)
+
 
 def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
-    through_zero = Fit(0.0, float(np.median(seconds / sizes)))
+    through_zero = Fit(0.0, float(np.median(seconds / sizes)), guessed=True)
     ordered = np.sort(sizes)
     if ordered[-2] < SPREAD * ordered[1]:  # so that a single odd observation decides nothing
         return through_zero

@@ -82,6 +82,18 @@ def test_prompts_that_share_a_step_are_learned_together(fleet: FleetMeter, clock
     assert fleet.view("d", ROLES).prefill.token_seconds == pytest.approx(5e-5, rel=0.01)
 
 
+def test_short_prompts_say_little_about_long_ones(fleet: FleetMeter, clock: Clock):
+    """30 ms for each, whatever its length: 8,000 tokens do not take 100 times as long as 80."""
+    for number in range(20):
+        visit = fleet["d"].prefill(80 + number % 3, 0)
+        clock.now += 0.03
+        visit.computed()
+    rate = fleet.view("d", ROLES).prefill
+    assert rate.seconds(80) == pytest.approx(0.03, rel=0.05)
+    assert rate.token_seconds == pytest.approx(PREFILL.token_seconds, rel=0.05)
+    assert fleet.view("new", ROLES).prefill == PREFILL, "nor is it believed of others"
+
+
 def test_an_engine_that_is_never_idle_teaches_too(fleet: FleetMeter, clock: Clock):
     ahead = [fleet["d"].prefill(10_000, 0) for _ in range(2)]
     for _ in range(40):
@@ -89,7 +101,8 @@ def test_an_engine_that_is_never_idle_teaches_too(fleet: FleetMeter, clock: Cloc
         visit = ahead.pop(0)
         clock.now += 5e-5 * visit.work
         visit.computed()
-    assert fleet.view("d", ROLES).prefill.token_seconds == pytest.approx(5e-5, rel=0.05)
+    rate = fleet.view("d", ROLES).prefill
+    assert rate.seconds(50_000) == pytest.approx(5e-5 * rate.work(50_000), rel=0.05)
 
 
 def test_dropped_prompts_and_guessed_sizes_teach_nothing(fleet: FleetMeter, clock: Clock):

@@ -10,6 +10,10 @@
 - *A hand-over*, by tokens: from the request to D until its first byte, less a decode step, if D had
   no prompts of its own to compute.
 
+Where prompts are too equal, or too short, to tell a fixed part from a slope, the slope is that of
+others as far as `MOST_FIXED_SECONDS` explain the rest. Otherwise a slope would have to explain what
+short prompts cost, and long ones would seem very dear.
+
 An engine of which too little is known costs what the others do, and without others what a Llama 8B
 costs on one H200 (docs/benchmarks.md, "Engines on a GPU"). So a new engine is neither shunned nor
 flooded.
@@ -42,6 +46,7 @@ STEP_SECONDS = 0.0049
 STEP_GROWTH_SECONDS = 0.0004  # for each request, with a context of 12,000 tokens
 
 WINDOW_SECONDS = 2.0
+MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
 MEAN_OF = 32  # prompts, for the work of requests that are not this router's
 STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
@@ -178,16 +183,16 @@ class EngineMeter:
         return self._told if self._fresh else None
 
     def prefill_rate(self, otherwise: Fit) -> Rate:
-        fit = self._prefill.fit() or otherwise
+        fit = self._prefill.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
         return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
 
     def receive_rate(self, otherwise: Fit) -> Rate:
-        fit = self._receive.fit() or otherwise
+        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
         return Rate(fit.fixed, fit.slope)
 
     def step_seconds(self, otherwise: Fit, more: int = 0) -> float:
         """Of a step with `more` requests than now."""
-        fit = self._step.fit() or otherwise
+        fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
         return fit.fixed + fit.slope * (self.running + more)
 
     def fits(self) -> _Fits:
@@ -321,5 +326,6 @@ _DEFAULT = _Usual(
 
 def _median(fits: Iterable[Fit | None], otherwise: Fit) -> Fit:
     """The one in the middle, by slope."""
-    known = sorted((fit for fit in fits if fit is not None), key=lambda fit: fit.slope)
+    sure = (fit for fit in fits if fit is not None and not fit.guessed)
+    known = sorted(sure, key=lambda fit: fit.slope)
     return known[len(known) // 2] if known else otherwise
