@@ -41,6 +41,7 @@ engines, and the engines abort. A ticket that no engine has claimed expires at t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -59,6 +60,7 @@ from kvferry.router.api import (
     error_body,
     ticket_of,
 )
+from kvferry.router.choice.model import Decision, Option
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -68,6 +70,7 @@ from kvferry.router.engines import (
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
+from kvferry.router.live import EngineNow, LiveState, RouterNow
 from kvferry.router.sources import Sources
 from kvferry.router.turns import LineFull, RetryBudget
 
@@ -144,6 +147,24 @@ class Router:
             )
             for name, what in LATENCIES.items()
         }
+        self.live = LiveState(self.now)
+
+    def now(self) -> RouterNow:
+        """What the page shows of this moment."""
+        return RouterNow(
+            engines=[_engine_now(engine) for engine in self.fleet.engines],
+            in_flight=self.places.taken,
+            most_in_flight=self.limits.max_in_flight,
+            waiting=self.fleet.turns.waiting,
+            requests=self.requests,
+            retries=self.retries,
+            fallbacks=self.fallbacks,
+            problems={
+                file.name: f"The file of {file.name} is not used: {file.problem}"
+                for file in self.sources.files
+                if file.problem
+            },
+        )
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
@@ -152,6 +173,21 @@ class Router:
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
+
+
+def _engine_now(engine: UpstreamEngine) -> EngineNow:
+    since = engine.down_since
+    return EngineNow(
+        url=engine.url,
+        roles=sorted(engine.roles, reverse=True),
+        up=engine.up,
+        draining=engine.draining is not None,
+        trial=bool(engine.trial),
+        reason=engine.reason,
+        down_seconds=None if since is None else time.monotonic() - since,
+        in_flight=engine.in_flight,
+        failures=engine.failures,
+    )
 
 
 class ClientReply:
@@ -250,6 +286,8 @@ class _Trip:
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
         self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
         self._queue_seconds = self._limits.queue_seconds  # left for one to have room
+        self._begun = time.monotonic()
+        self._prefilled_by: str | None = None
 
     async def run(self) -> None:
         try:
@@ -388,6 +426,7 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    self._prefilled_by = engine.url if self._ticket else None
                     if self._ticket:
                         self._ticket_from = engine
                         fleet.ticket_taken(engine)
@@ -413,7 +452,7 @@ class _Trip:
             self._ticket_from = None
 
     def _fall_back(self, reason: str) -> None:
-        self._ticket = b""
+        self._ticket, self._prefilled_by = b"", None
         self._router.fallbacks[reason] += 1
         self._asked.trail.append(f"decode-only: {reason}")
 
@@ -425,9 +464,20 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
+        live = self._router.live
+        if wanted is not None and asked.placed is None:
+            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+            why = "the fewest requests in flight"
+            if self._prefilled_by is None:
+                why = next((said for said in asked.trail if said.startswith("decode-only")), why)
+            placed = Decision(option, (), why)
+            asked.placed = live.decided(asked.request_id.decode(), 0, placed)
         async with self._fleet.ask(engine, asked, body, seconds) as got:
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
+            if asked.placed is not None:
+                taken = time.monotonic() - self._begun if got.rest is not None else None
+                live.answered(asked.placed, taken, prefill=self._prefilled_by, decode=engine.url)
             await self._send(got)
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
