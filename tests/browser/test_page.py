@@ -71,7 +71,7 @@ def test_it_follows_the_fleet_without_a_reload(served: Serve, open_page: Open) -
     url = list(at.fleet.engines)[-1]
     name = url.removeprefix("http://")
     at.do(lambda: at.fleet.change(url, up=False, reason="cannot connect: refused"))
-    until(page, "() => document.querySelector('#state').textContent === 'Degraded'")
+    until(page, "() => document.querySelector('#state').textContent.startsWith('Degraded ')")
     assert text(page, "#problems li .what") == (
         f"{name}: Down: cannot connect: refused. 2 other decode engines are up."
     )
@@ -85,6 +85,10 @@ def test_it_follows_the_fleet_without_a_reload(served: Serve, open_page: Open) -
     at.do(lambda: at.fleet.change(url, up=True, reason=""))
     until(page, "() => document.querySelector('#state').textContent === 'All well'")
     assert "The last trouble was" in text(page, "#problems li .what")
+    assert text(page, "#no-failure") == "None yet."
+    at.do(lambda: at.fleet.end("engine_error", None, f"decode engine {url}: HTTP 500"))
+    until(page, "() => document.querySelectorAll('#failure-rows tr').length === 1")
+    assert f"decode engine {url}: HTTP 500" in text(page, "#failure-rows tr")
     assert page.evaluate("window.same") is True
 
 

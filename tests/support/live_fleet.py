@@ -87,9 +87,10 @@ class Fleet:
         for _, placed, _ in due:
             self.end("ok", placed)
 
-    def end(self, outcome: str, placed: Placed | None = None) -> None:
+    def end(self, outcome: str, placed: Placed | None = None, *trail: str) -> None:
         self.requests[outcome] += 1
-        self.live.ended(outcome, placed)
+        request_id = placed.request_id if placed else f"chatcmpl-{self.random.randbytes(8).hex()}"
+        self.live.ended(outcome, placed, request_id, trail)
 
     def place(self, request_id: str) -> None:
         prefills = [u for u, e in self.engines.items() if e.up and "prefill" in e.roles]
@@ -165,12 +166,14 @@ def an_incident(fleet: Fleet) -> None:
     fleet.pass_time(172)
     silent = "silent for 2 s"
     fleet.change(urls[-1], up=False, reason=silent, failures=2)
-    for _ in range(7):
-        fleet.end("broken_stream")
+    lost, served = urls[-1], [entry for entry in fleet.open if entry[2].decode == urls[-1]]
+    fleet.open = [entry for entry in fleet.open if entry[2].decode != lost]
+    for _, placed, option in served:
+        trail = [f"prefill {option.prefill} 200"] if option.prefill else []
+        trail += [f"decode {lost} 200", f"decode engine {lost}: {silent}"]
+        fleet.end("broken_stream", placed, *trail)
     fleet.pass_time(30)
     fleet.change(urls[-2], cache=CacheNow("lost", 0))
-    for _ in range(2):
-        fleet.end("engine_error")
     fleet.pass_time(117 - 100)
     fleet.change(urls[-2], cache=CacheNow("estimated", 6_150, 0.31))
     fleet.pass_time(100)

@@ -265,6 +265,19 @@ def test_what_is_wrong_with_requests() -> None:
     assert world.problems(120) == {}
 
 
+def test_the_last_failures_say_what_was_done() -> None:
+    world = World()
+    world.live.ended("ok", None, "good", ["decode http://d:2 200"])
+    world.live.ended("client_error", None, "theirs", ["decode http://d:2 400"])
+    for i in range(30):
+        world.live.ended("engine_error", None, f"bad-{i}", [f"decode engine {D}: gone", "x" * 900])
+    shown = world.after(1)["failures"]
+    assert [f["request_id"] for f in shown] == [f"bad-{i}" for i in range(29, 9, -1)]
+    assert shown[0]["outcome"] == "engine_error"
+    assert shown[0]["trail"].startswith(f"decode engine {D}: gone; xxx")
+    assert len(shown[0]["trail"]) == 300
+
+
 def test_slow_first_tokens_are_noticed() -> None:
     world = World()
     live = world.live

@@ -193,7 +193,7 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
-            router.live.ended(outcome, asked.placed)
+            router.live.ended(outcome, asked.placed, asked.request_id.decode(), asked.trail)
             ended = time.monotonic()
             if outcome == "ok":
                 router.latency["request_seconds"].observe(ended - begun)

@@ -5,7 +5,7 @@ The event loop feeds `LiveState` while it serves requests:
 
     decided    a request was placed; the record stays with the request
     answered   its first token came, and the engines that it came from
-    ended      it ended, and how
+    ended      it ended, and how; of one that failed, what the router did for it
 
 Once a second `look` compares the engines with what they were. That gives the list of changes, the
 problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
@@ -40,6 +40,7 @@ LOOK_SECONDS = 1.0  # between two looks at the engines, and so between two snaps
 _DECISIONS = 50
 _OPTIONS = 6  # of one decision, the cheapest; 8 prefill and 8 decode engines give 72
 _CHANGES = 100
+_FAILURES = 20
 _TEXT = 300  # characters of a sentence or a name
 _FLOW_SECONDS = 60  # flows and outcomes are of the last minute
 _HIT_SECONDS = 300  # hit rates and latencies vary more, so they are of the last five
@@ -155,6 +156,15 @@ class Change(msgspec.Struct, frozen=True):
     good: bool
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """A request that failed."""
+
+    time: float
+    request_id: str
+    outcome: str
+    trail: str  # what the router did for it
+
+
 class Point(msgspec.Struct, frozen=True):
     """Five seconds of the curves."""
 
@@ -191,6 +201,7 @@ class LiveState:
         self._by_engine: dict[str, Recent] = {}
         self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
+        self._failed: deque[Failure] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
         self._point = _NewPoint(clock())
         self._engines: dict[str, EngineNow] | None = None  # at the last look
@@ -261,11 +272,16 @@ class LiveState:
                 if url in self._by_engine:  # else it was removed
                     self._by_engine[url].add(first_token_seconds)
 
-    def ended(self, outcome: str, placed: Placed | None) -> None:
-        """A request ended, whether it was placed or not."""
+    def ended(
+        self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
+    ) -> None:
+        """A request ended, whether it was placed or not. `trail`: what was done for it."""
         self._outcomes.add(outcome, 1)
         self._point.ended += 1
-        self._point.failed += outcome in _FAILED
+        if outcome in _FAILED:
+            self._point.failed += 1
+            told = _cut("; ".join(trail))
+            self._failed.append(Failure(self._wall(), _cut(request_id), outcome, told))
         if placed is not None:
             placed.outcome = outcome
 
@@ -392,6 +408,7 @@ class LiveState:
                 "retries": dict(now.retries),
                 "fallbacks": dict(now.fallbacks),
             },
+            "failures": list(reversed(self._failed)),
             "decisions": [placed.shown() for placed in reversed(self._decisions)],
         }
 
