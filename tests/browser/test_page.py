@@ -93,7 +93,9 @@ def test_it_follows_the_fleet_without_a_reload(served: Serve, open_page: Open) -
 
 
 def test_numbers_are_the_states(served: Serve, open_page: Open) -> None:
-    at = served(traffic=False)
+    fleet = Fleet(stands_still=True)
+    fleet.pass_time(90)
+    at = served(fleet, traffic=False)
     page = open_page(at.url)
     state = httpx.get(at.url + "live", trust_env=False).json()
     hits = state["hit_tokens"]

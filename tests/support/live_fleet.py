@@ -35,7 +35,11 @@ _LIMITS = Limits()
 class Fleet:
     """Engines and their traffic. `ahead` seconds have passed that the machine has not seen."""
 
-    def __init__(self, prefill: int = 2, decode: int = 3, seed: int = 1) -> None:
+    def __init__(
+        self, prefill: int = 2, decode: int = 3, seed: int = 1, stands_still: bool = False
+    ) -> None:
+        """`stands_still`: its clock moves by `pass_time` alone."""
+        self.stands_still = stands_still
         self.ahead = 0.0
         self.random = random.Random(seed)
         self.requests: Counter[str] = Counter()
@@ -54,7 +58,7 @@ class Fleet:
         self.live = LiveState(self.now, self.clock, lambda: time.time() + self.ahead - 600)
 
     def clock(self) -> float:
-        return time.monotonic() + self.ahead
+        return self.ahead + (0.0 if self.stands_still else time.monotonic())
 
     def change(self, url: str, **fields: Any) -> None:
         if fields.get("up") is False:
