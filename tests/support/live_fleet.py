@@ -122,6 +122,7 @@ class Fleet:
         placed = self.live.decided(request_id, tokens, decision, own)
         took = chosen.seconds * self.random.lognormvariate(0.02, 0.18)
         self.live.answered(placed, took, prefill=chosen.prefill, decode=chosen.decode)
+        self.live.served(placed, chosen.cached_tokens)
         ends = self.clock() + self.random.lognormvariate(1.4, 0.6)
         self.open.append((ends, placed, chosen))
 
@@ -156,7 +157,7 @@ class Fleet:
             prefill_tokens_per_second=(7_900.0 if decodes else 11_200.0) if engine.up else None,
             step_ms=14.2 + 0.3 * len(here) if engine.up and decodes else None,
             down_seconds=None if engine.up else self.clock() - self.down_at[url],
-            cache=engine.cache or CacheNow("live", 18_400 + hash(url) % 900, 0.42),
+            cache=engine.cache or CacheNow("live", 18_400 + len(here)),
         )
 
 
@@ -179,7 +180,7 @@ def an_incident(fleet: Fleet) -> None:
     fleet.pass_time(30)
     fleet.change(urls[-2], cache=CacheNow("lost", 0))
     fleet.pass_time(117 - 100)
-    fleet.change(urls[-2], cache=CacheNow("estimated", 6_150, 0.31))
+    fleet.change(urls[-2], cache=CacheNow("estimated", 6_150))
     fleet.pass_time(100)
 
 

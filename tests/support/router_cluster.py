@@ -224,7 +224,11 @@ class Cluster:
 def cluster(
     prefill: int = 1, decode: int = 1, limits: Limits = QUICK, **config: Any
 ) -> Iterator[Cluster]:
-    """`config`: more of a RouterConfig, and `decode_urls`: more decode engines."""
+    """`config`: more of a RouterConfig, and `decode_urls`: more decode engines.
+
+    Requests are placed by load, so that engines get nothing that a test did not send.
+    """
+    config.setdefault("place", "load")
     ps = [FakeEngine(f"p{i}") for i in range(prefill)]
     ds = [FakeEngine(f"d{i}") for i in range(decode)]
     with ExitStack() as stack:

@@ -50,6 +50,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["content-length"]))
+        if self.path.endswith(("/render", "/tokenize")):
+            self.send_error(404)
+            return
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):

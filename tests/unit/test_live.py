@@ -159,14 +159,19 @@ def test_percentiles_are_of_the_last_answers() -> None:
 
 def test_flows_and_hits_are_of_what_happened() -> None:
     world = World()
+    for url in (P, D, E):
+        world.set(url, cache=CacheNow("live", 5))
     world.after(1)
     live = world.live
     both = live.decided("a", 1000, decision(option(P, D, cached=400)), router_seconds=0.002)
     live.answered(both, 0.25, prefill=P, decode=E)  # D was gone
     alone = live.decided("b", 100, decision(option(None, D, cached=80, source="pool")))
-    live.answered(alone, None, prefill=None, decode=D, cached_tokens=60)
+    live.answered(alone, None, prefill=None, decode=D)
+    live.served(both, 400)
+    live.served(alone, 60)
     unknown = live.decided("c", 0, decision(option(None, D, math.nan)))
     live.answered(unknown, 0.05, prefill=None, decode=D)
+    live.served(unknown, 7)  # of which the router has not counted any
     live.ended("ok", both)
     shown = world.after(1)
     flows = {
@@ -188,6 +193,8 @@ def test_flows_and_hits_are_of_what_happened() -> None:
     assert third["expected_ms"] is None
     assert shown["latency"]["first_token_ms"] == {"p50": 50, "p90": 250, "p99": 250}
     assert shown["latency"]["router_ms"]["p99"] == 2
+    rates = {e["url"]: e["cache"]["hit_rate"] for e in shown["engines"]}
+    assert rates == {P: 0.4, D: 0.6, E: None}
     medians = {e["url"]: e["first_token_ms"]["p50"] for e in shown["engines"]}
     assert medians == {P: 250, D: 50, E: 250}
     assert world.after(400)["flows"] == []

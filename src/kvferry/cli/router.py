@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -68,6 +68,12 @@ def router(
     engine_ca: Annotated[
         Path | None, typer.Option(help="Who signs the certificates of engines with https.")
     ] = None,
+    place: Annotated[
+        str, typer.Option(help="cost: where the first token comes soonest; load: fewest requests.")
+    ] = "cost",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A model's folder, to tokenize here and not at engines.")
+    ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the port over from the router that has it.")
     ] = False,
@@ -96,6 +102,8 @@ def router(
             api_keys,
             engine_key_file,
             engine_ca,
+            cast(Any, place),  # it refuses other words
+            tokenizer,
         )
         serve(config, Listen(host, port, tls_cert, tls_key, take_over))
 

@@ -45,6 +45,7 @@ _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
     *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     *(b"host", b"content-length", b"date", b"server", b"x-request-id", b"x-kvferry-path"),
+    b"x-kvferry-decision",
 }
 # A dict of short fields takes 18 times the memory of its JSON, and 0.9 us per field. Each field has
 # a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Colons in prompts
@@ -105,6 +106,14 @@ class Generation:
     @property
     def streamed(self) -> bool:
         return self._get("stream") == b"true"
+
+    def max_tokens(self) -> int | None:
+        """Of the answer, as the client wants it; None: it does not say."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = self._get(name)
+            if value.isdigit() and len(value) < 10:
+                return int(value)
+        return None
 
     def decode_only_because(self) -> str | None:
         """Why this request cannot be handed over, or None.
@@ -232,6 +241,7 @@ class Limits:
     max_engines: int = 256
     max_running: int = 1024  # requests at one engine; more wait in the line
     max_queued: int = 512  # requests in that line; more are answered 429
+    max_index_blocks: int = 2_000_000  # of engines' caches that are known, of all engines together
     max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
     max_viewers: int = 64  # of the page that follow it live
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
@@ -258,6 +268,8 @@ class Limits:
     start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
+    tokenize_seconds: float = 1.0  # for an engine to tokenize a prompt; then it is placed by load
+    metrics_seconds: float = 2.0  # between two looks at an engine's metrics
     probe_every_seconds: float = 2.0
     probe_seconds: float = 2.0  # for one probe to be answered
     fail_after: int = 2  # failures in a row; one refused connection is enough
@@ -351,6 +363,10 @@ class EngineSpec:
         return replace(self, url=f"http://{at_port(address, port)}", source=self.url)
 
 
+# By expected time to first token, or by the fewest requests alone.
+PlaceBy = Literal["cost", "load"]
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The engines by role, and where more of them are named. Without prefill engines, every request
@@ -366,8 +382,12 @@ class RouterConfig:
     api_keys_file: Path | None = None  # None: every client may ask
     engine_key_file: Path | None = None  # None: engines see the clients' keys
     engine_ca: Path | None = None  # who signs the engines' certificates; None: the usual ones
+    place: PlaceBy = "cost"
+    tokenizer: Path | None = None  # a model's folder; None: engines are asked for tokens
 
     def __post_init__(self) -> None:
+        if self.place not in get_args(PlaceBy):
+            raise DescriptionError(f"requests are placed by cost or by load, not {self.place!r}")
         for name in (*ROLES, "both"):
             object.__setattr__(self, name, tuple(_engine_url(url) for url in getattr(self, name)))
         if not (self.decode or self.both or self.fleet_file or self.token):

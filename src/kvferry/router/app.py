@@ -65,7 +65,12 @@ def make_app(config: RouterConfig) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router.sources.running(), router.fleet.running(), router.live.looking():
+        async with (
+            router.sources.running(),
+            router.fleet.running(),
+            router.placing.running(),
+            router.live.looking(),
+        ):
             yield
 
     admin = []
@@ -373,6 +378,13 @@ class Status:
         add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
         failures = each(lambda e: e.failures)
         add("engine_failures_total", "counter", "Failed probes, requests.", failures)
+        placing = router.placing
+        hits = by("source", placing.hit_tokens)
+        add("prompt_tokens_total", "counter", "Tokens of prompts, by where they came from.", hits)
+        ways = by("way", placing.choices)
+        add("choices_total", "counter", "Requests by how they were placed.", ways)
+        asked = by("how", placing.prompts.counts)
+        add("tokenized_total", "counter", "Prompts by how their tokens were found.", asked)
         text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
-    1. A decode engine is chosen, so that it counts the request while another one prefills.
+    1. `placing` chooses by expected time where the request is decoded, and whether another engine
+       prefills it. Without the prompt's tokens, both are the engines with the fewest requests. The
+       decode engine counts the request while another one prefills.
     2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
-       a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself.
+       a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself. A
+       request that is computed where it is decoded skips this.
     3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
     4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
@@ -44,7 +47,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import msgspec
@@ -60,7 +63,9 @@ from kvferry.router.api import (
     error_body,
     ticket_of,
 )
+from kvferry.router.cache.index import IndexStats
 from kvferry.router.choice.model import Decision, Option
+from kvferry.router.choice.rates import EngineMeter
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -70,7 +75,8 @@ from kvferry.router.engines import (
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
-from kvferry.router.live import EngineNow, LiveState, RouterNow
+from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
+from kvferry.router.placing import Placement, Placing
 from kvferry.router.sources import Sources
 from kvferry.router.turns import LineFull, RetryBudget
 
@@ -147,12 +153,15 @@ class Router:
             )
             for name, what in LATENCIES.items()
         }
+        self.placing = Placing(self.fleet, config, self.registry)
         self.live = LiveState(self.now)
 
     def now(self) -> RouterNow:
         """What the page shows of this moment."""
+        stats = self.placing.index.stats() if self.placing.by_cost else {}
+        meters = self.placing.meters
         return RouterNow(
-            engines=[_engine_now(engine) for engine in self.fleet.engines],
+            engines=[_engine_now(e, meters[e.url], stats.get(e.url)) for e in self.fleet.engines],
             in_flight=self.places.taken,
             most_in_flight=self.limits.max_in_flight,
             waiting=self.fleet.turns.waiting,
@@ -168,15 +177,17 @@ class Router:
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
-        await _Trip(self, asked, Generation(body), reply).run()
+        await _Trip(self, asked, Generation(body), reply, body).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
 
-def _engine_now(engine: UpstreamEngine) -> EngineNow:
-    since = engine.down_since
+def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
+    since, fits = engine.down_since, meter.fits()
+    decodes = "decode" in engine.roles
+    cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
     return EngineNow(
         url=engine.url,
         roles=sorted(engine.roles, reverse=True),
@@ -187,6 +198,11 @@ def _engine_now(engine: UpstreamEngine) -> EngineNow:
         down_seconds=None if since is None else time.monotonic() - since,
         in_flight=engine.in_flight,
         failures=engine.failures,
+        waiting_tokens=max(0, round(meter.waiting_work)),
+        running=meter.running if decodes else None,
+        prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
+        step_ms=1000 * meter.step_seconds(fits.step) if fits.step else None,
+        cache=cache,
     )
 
 
@@ -271,7 +287,12 @@ class _Trip:
     """One request, until it is answered. `wanted` is None if it needs no prefill."""
 
     def __init__(
-        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
+        self,
+        router: Router,
+        asked: Incoming,
+        wanted: Generation | None,
+        reply: ClientReply,
+        body: bytes = b"",
     ) -> None:
         self._router = router
         self._fleet = router.fleet
@@ -279,21 +300,33 @@ class _Trip:
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
+        self._body = body
+        self._placement: Placement | None = None
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
+        self._alone = False  # decode-only by choice, which the next try may change
+        self._chosen_prefill: UpstreamEngine | None = None
         self._ticket_from: UpstreamEngine | None = None  # while the ticket is unused
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
         self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
         self._queue_seconds = self._limits.queue_seconds  # left for one to have room
-        self._begun = time.monotonic()
+        self._own_seconds = 0.0  # that reading and placing it took
         self._prefilled_by: str | None = None
 
     async def run(self) -> None:
         try:
+            if self._wanted is not None:
+                begun = time.monotonic()
+                self._placement = await self._router.placing.look(
+                    self._asked.path, self._body, self._asked.headers, self._wanted
+                )
+                self._own_seconds = time.monotonic() - begun
             await self._run()
         finally:
             self._ticket_ended()
+            if self._placement is not None:
+                self._placement.ended()
 
     async def _run(self) -> None:
         tries = 0
@@ -303,7 +336,7 @@ class _Trip:
         self._router.budget.request()
         # Checked before the prefill, which would be useless without a decode engine.
         while tries < self._limits.tries and await self._turn():
-            engine = self._pick_decode()
+            engine = self._choose() or self._pick_decode()
             if engine is None:  # it went down just now
                 continue
             with self._fleet.reserved(engine):
@@ -312,6 +345,8 @@ class _Trip:
                     if self._reply.status:
                         return
             if not engine.up:  # it went down while the other prefilled
+                if self._alone:
+                    self._ticket, self._alone = None, False
                 continue
             if tries:
                 self._router.retries["decode"] += 1
@@ -327,8 +362,8 @@ class _Trip:
                 self._asked.trail.append(str(error))
                 if isinstance(error, AnswerTooLong):
                     break
-                if error.delivered and self._ticket:
-                    self._ticket = None
+                if self._alone or (error.delivered and self._ticket):
+                    self._ticket, self._alone = None, False
                     self._ticket_ended()
                 if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
                     await self._fleet.check(engine)
@@ -347,6 +382,37 @@ class _Trip:
         self._router.budget.refused += 1
         self._asked.trail.append("no retry: too many requests fail")
         return False
+
+    def _choose(self) -> UpstreamEngine | None:
+        """The decode engine of the cheapest way, which is kept. None: there is no view of it."""
+        self._chosen_prefill = None
+        if self._placement is None or self._ticket:
+            return None
+        begun = time.monotonic()
+        decision = self._placement.choose(
+            may_hand_over=self._ticket is None,
+            not_prefill={engine.url for engine in self._failed_prefill},
+            not_decode={engine.url for engine in self._failed_decode()},
+        )
+        if decision is None:
+            return None
+        self._own_seconds += time.monotonic() - begun
+        self._show(decision)
+        self._asked.trail.append(decision.why)
+        chosen = decision.chosen
+        if chosen.prefill is not None:
+            self._chosen_prefill = self._fleet.get(chosen.prefill)
+        elif self._ticket is None:
+            self._ticket, self._alone = b"", True
+        return self._fleet.get(chosen.decode)
+
+    def _show(self, decision: Decision) -> None:
+        """Show the first decision of this request on the page; what came of it is added later."""
+        asked, placement = self._asked, self._placement
+        if asked.placed is None and placement is not None:
+            asked.placed = self._router.live.decided(
+                asked.request_id.decode(), placement.tokens, decision, self._own_seconds
+            )
 
     def _pick_decode(self) -> UpstreamEngine | None:
         """A decode engine that has not failed this request, and did not make its ticket."""
@@ -410,14 +476,18 @@ class _Trip:
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
         retry = "prefill_again" if again else ""
+        placement = self._placement
         while len(failed) < self._limits.tries and (
-            engine := fleet.pick("prefill", besides=failed | {decode})
+            engine := self._chosen_prefill or fleet.pick("prefill", besides=failed | {decode})
         ):
+            self._chosen_prefill = None
             if retry:
                 self._router.retries[retry] += 1
             retry = "prefill"
             try:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
+                if placement is not None:
+                    placement.prefill(engine.url)
                 async with fleet.ask(engine, asked, body, seconds) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
@@ -430,11 +500,15 @@ class _Trip:
                     if self._ticket:
                         self._ticket_from = engine
                         fleet.ticket_taken(engine)
+                    if placement is not None:
+                        placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)
+                if placement is not None:
+                    placement.prefill_failed()
                 if not isinstance(error, EngineFailure):
                     error = EngineFailure(engine, "its answer is no JSON object")
                 if len(failed) < self._limits.tries and not await self._may_retry(error):
@@ -464,21 +538,42 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        live = self._router.live
-        if wanted is not None and asked.placed is None:
-            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+        if wanted is not None and asked.placed is None:  # without a choice by cost
             why = "the fewest requests in flight"
             if self._prefilled_by is None:
                 why = next((said for said in asked.trail if said.startswith("decode-only")), why)
-            placed = Decision(option, (), why)
-            asked.placed = live.decided(asked.request_id.decode(), 0, placed)
+            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+            self._show(Decision(option, (), why))
+        placement, handed_over = self._placement, bool(self._ticket)
+        if placement is not None:
+            placement.decode(engine.url, handed_over=handed_over)
         async with self._fleet.ask(engine, asked, body, seconds) as got:
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
-            if asked.placed is not None:
-                taken = time.monotonic() - self._begun if got.rest is not None else None
-                live.answered(asked.placed, taken, prefill=self._prefilled_by, decode=engine.url)
+            if placement is not None and got.status == 200:
+                if got.rest is not None:
+                    placement.first(engine.url, got.body)
+                    got = replace(got, rest=_watched(got.rest, placement))
+                else:
+                    placement.saw(got.body)
+            if asked.placed is not None and placement is not None:
+                self._router.live.answered(
+                    asked.placed,
+                    placement.actual_seconds,
+                    prefill=self._prefilled_by if handed_over else None,
+                    decode=engine.url,
+                )
             await self._send(got)
+            if placement is not None and got.status == 200:
+                placement.served(handed_over=handed_over)
+                if asked.placed is not None:
+                    self._router.live.served(asked.placed, placement.cached_tokens)
+                if placement.decision is not None and placement.actual_seconds is not None:
+                    expected, actual = (
+                        placement.decision.chosen.seconds,
+                        placement.actual_seconds,
+                    )
+                    asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
@@ -502,5 +597,15 @@ class _Trip:
     async def _send(self, answer: Answer) -> None:
         if self._wanted is not None:
             path = b"decode-only" if self._ticket == b"" else b"prefill+decode"
-            answer = replace(answer, headers=[*answer.headers, (b"x-kvferry-path", path)])
+            headers = [*answer.headers, (b"x-kvferry-path", path)]
+            if self._placement is not None and self._placement.decision is not None:
+                headers.append((b"x-kvferry-decision", self._placement.summary()))
+            answer = replace(answer, headers=headers)
         await self._reply.send(answer)
+
+
+async def _watched(rest: AsyncIterator[bytes], placement: Placement) -> AsyncIterator[bytes]:
+    """A stream, as it is."""
+    async for data in rest:
+        placement.saw(data)
+        yield data

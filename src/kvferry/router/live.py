@@ -5,6 +5,7 @@ The event loop feeds `LiveState` while it serves requests:
 
     decided    a request was placed; the record stays with the request
     answered   its first token came, and the engines that it came from
+    served     its answer is complete; engines say at the end what they had in their caches
     ended      it ended, and how; of one that failed, what the router did for it
 
 Once a second `look` compares the engines with what they were. That gives the list of changes, the
@@ -65,7 +66,7 @@ class CacheNow(msgspec.Struct, frozen=True):
 
     state: str  # live, replaying, estimated, lost
     blocks: int = 0
-    hit_rate: float | None = None  # of the tokens of prompts; None: not known
+    hit_rate: float | None = None  # of the prompts that went there; `LiveState` fills it in
 
 
 class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +197,8 @@ class LiveState:
         self._flow_tokens = SlidingCounts[Flow](_FLOW_SECONDS, clock)
         self._outcomes = SlidingCounts[str](_FLOW_SECONDS, clock)
         self._hits = SlidingCounts[str](_HIT_SECONDS, clock)
+        self._engine_tokens = SlidingCounts[str](_HIT_SECONDS, clock)  # computed, or cached there
+        self._engine_cached = SlidingCounts[str](_HIT_SECONDS, clock)
         self._first_tokens = Recent(_HIT_SECONDS, _LATENCIES, clock)
         self._router_times = Recent(_HIT_SECONDS, _LATENCIES, clock)
         self._by_engine: dict[str, Recent] = {}
@@ -243,27 +246,15 @@ class LiveState:
         *,
         prefill: str | None,
         decode: str,
-        cached_tokens: int | None = None,
     ) -> None:
-        """The answer begins. `first_token_seconds` is None where the answer is not streamed;
-        `cached_tokens` is what the engine says, if it does."""
+        """The answer begins. `first_token_seconds` is None where the answer is not streamed."""
         placed.prefill, placed.decode, placed.answered = prefill, decode, True
-        if cached_tokens is not None:
-            placed.cached = cached_tokens
-        tokens, cached = placed.tokens, min(placed.cached, placed.tokens)
-        source = placed.decision.chosen.source
+        tokens = placed.tokens
         if prefill is not None:
             self._flow(CLIENTS, prefill, tokens)
             self._flow(prefill, decode, tokens)
         else:
             self._flow(CLIENTS, decode, tokens)
-        if source == "pool" and cached:
-            self._flow(POOL, prefill or decode, cached)
-        if cached and source != "none":
-            self._hits.add(source, cached)
-        self._hits.add("none", tokens - cached)
-        self._point.tokens += tokens
-        self._point.cached += cached
         if first_token_seconds is not None:
             placed.actual_ms = _ms(first_token_seconds)
             self._first_tokens.add(first_token_seconds)
@@ -271,6 +262,20 @@ class LiveState:
             for url in {decode, prefill} - {None}:
                 if url in self._by_engine:  # else it was removed
                     self._by_engine[url].add(first_token_seconds)
+
+    def served(self, placed: Placed, cached_tokens: int) -> None:
+        """The answer is complete, and so many tokens of its prompt were cached."""
+        placed.cached = cached = min(cached_tokens, placed.tokens)
+        source, computer = placed.decision.chosen.source, placed.prefill or placed.decode
+        if source == "pool" and cached:
+            self._flow(POOL, computer, cached)
+        # An engine may have had more than the router knew of.
+        self._hits.add("local" if source == "none" else source, cached)
+        self._hits.add("none", placed.tokens - cached)
+        self._engine_tokens.add(computer, placed.tokens)
+        self._engine_cached.add(computer, cached)
+        self._point.tokens += placed.tokens
+        self._point.cached += cached
 
     def ended(
         self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
@@ -417,6 +422,10 @@ class LiveState:
         shown = msgspec.structs.asdict(engine)
         shown["reason"] = _cut(engine.reason)
         shown["first_token_ms"] = recent.percentiles_ms() if recent is not None else None
+        tokens = self._engine_tokens.totals()[engine.url]
+        if engine.cache is not None and tokens:
+            rate = self._engine_cached.totals()[engine.url] / tokens
+            shown["cache"] = msgspec.structs.replace(engine.cache, hit_rate=round(rate, 4))
         shown["recent_failures"] = self._failures.totals()[engine.url]
         return shown
 
