@@ -600,6 +600,39 @@ def test_the_live_state_tells_what_happened() -> None:
         assert "</script>1" not in page.text
 
 
+def test_the_live_state_of_requests_that_are_placed_by_cost() -> None:
+    with cluster(decode=2, place="cost") as c:
+        prompt = list(range(1000))  # token ids: nothing has to be tokenized
+        for _ in range(2):
+            assert c.complete(prompt=prompt, stream=True).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+
+        def state() -> dict[str, Any]:
+            return c.client.get("/live").json()
+
+        wait_until(lambda: [d["outcome"] for d in state()["decisions"]] == ["ok", "ok"])
+        now = state()
+        second, first = now["decisions"]
+        assert (first["tokens"], first["cached"]) == (1000, 0)
+        assert len(first["options"]) == 4  # two decode engines, with and without the prefill engine
+        assert [o["chosen"] for o in first["options"]].count(True) == 1
+        assert first["expected_ms"] > 0 and first["actual_ms"] > 0
+        assert first["why"]
+        # The engine of the first is believed to hold the prompt: the second one goes there.
+        assert second["chosen"]["decode"] == first["served"]["decode"]
+        assert second["cached"] >= 900
+        assert now["hit_tokens"][second["chosen"]["source"]] == second["cached"]
+        assert now["hit_tokens"]["none"] == 2000 - second["cached"]
+        assert now["latency"]["router_ms"]["p50"] > 0
+        flows = [f for f in now["flows"] if f["from"] == "clients"]
+        assert sum(f["tokens_per_minute"] for f in flows) == 2000
+        computer = second["served"]["prefill"] or second["served"]["decode"]
+        views = {e["url"]: e["cache"] for e in now["engines"]}
+        assert views[computer]["state"] == "estimated"
+        assert views[computer]["blocks"] > 0
+        assert views[computer]["hit_rate"] == pytest.approx(second["cached"] / 2000, abs=1e-3)
+
+
 def test_latencies_are_histograms() -> None:
     with cluster() as c:
         assert c.complete().status_code == 200
