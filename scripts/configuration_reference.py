@@ -269,13 +269,15 @@ ROUTER: Mapping[str, str] = {
     "wait in line; a prefill engine at its limit is not asked.",
     "max_queued": "Requests in that line; more are answered 429.",
     "max_connections": "Connections of clients; fewer where the limit of descriptors is low.",
+    "max_viewers": "Browsers that follow the router's page; more are answered 429, and ask now "
+    "and then.",
     "max_in_flight": "Requests whose body has come; more are answered 429.",
     "max_body_bytes": "One request's body; a larger one is answered 413.",
     "max_answer_bytes": "One answer that is not streamed; a larger one is answered 502.",
     "max_held_bytes": "All bodies and answers together, each byte counted twice; more is "
     "answered 503.",
-    "address_share": "One address's share (an IPv6 /64) of connections, places, bytes and the "
-    "line; set 1 behind a reverse proxy.",
+    "address_share": "One address's share (an IPv6 /64) of connections, viewers, places, "
+    "bytes and the line; set 1 behind a reverse proxy.",
     "retry_share": "Retries that each request allows all requests together. A retry that no living "
     "engine notices is free.",
     "retry_burst": "Retries beyond that.",

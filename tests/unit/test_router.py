@@ -562,6 +562,77 @@ def test_models_health_metrics_and_page() -> None:
         assert "s3cret" not in page.text + text.text + health.text
 
 
+def test_the_live_state_tells_what_happened() -> None:
+    with cluster(decode=2, limits=quick(probe_every_seconds=60.0)) as c:
+        assert c.complete({"X-Request-Id": "</script>1"}, stream=True).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=1)
+        urls = {name: server.url for name, server in c.servers.items()}
+        first = next(name for name in ("d0", "d1") if c.decode[int(name[1])].seen)
+        other = "d1" if first == "d0" else "d0"
+        c.decode[int(other[1])].script = ["drop"]
+        assert c.complete().status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+        c.prefill[0].script = ["no_ticket"]
+        c.decode[0].script = c.decode[1].script = ["400"]
+        assert c.complete().status_code == 400
+        c.expect("requests_total", 'outcome="client_error"', count=1)
+
+        def state() -> dict[str, Any]:
+            return c.client.get("/live").json()
+
+        wait_until(lambda: len(state()["decisions"]) == 3)  # a state may be a second old
+        now = state()
+        refused, retried, plain = now["decisions"]
+        assert (plain["request_id"], plain["outcome"]) == ("</script>1", "ok")
+        assert plain["served"] == {"prefill": urls["p0"], "decode": urls[first]}
+        assert plain["actual_ms"] > 0
+        assert retried["chosen"]["decode"] == urls[other]
+        assert retried["served"] == {"prefill": urls["p0"], "decode": urls[first]}
+        assert retried["actual_ms"] is None  # it was not streamed
+        assert refused["outcome"] == "client_error"
+        assert refused["chosen"]["prefill"] is None
+        assert refused["why"] == "decode-only: no_ticket"
+        flows = {(f["from"], f["to"]): f["requests_per_minute"] for f in now["flows"]}
+        assert flows["clients", urls["p0"]] == flows[urls["p0"], urls[first]] == 2
+        assert now["outcomes"] == {"ok": 2, "client_error": 1}
+        page = c.client.get("/")
+        assert "\\u003c/script\\u003e1" in page.text
+        assert "</script>1" not in page.text
+
+
+def test_the_live_state_of_requests_that_are_placed_by_cost() -> None:
+    with cluster(decode=2, place="cost") as c:
+        prompt = list(range(1000))  # token ids: nothing has to be tokenized
+        for _ in range(2):
+            assert c.complete(prompt=prompt, stream=True).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+
+        def state() -> dict[str, Any]:
+            return c.client.get("/live").json()
+
+        wait_until(lambda: [d["outcome"] for d in state()["decisions"]] == ["ok", "ok"])
+        now = state()
+        second, first = now["decisions"]
+        assert (first["tokens"], first["cached"]) == (1000, 0)
+        assert len(first["options"]) == 4  # two decode engines, with and without the prefill engine
+        assert [o["chosen"] for o in first["options"]].count(True) == 1
+        assert first["expected_ms"] > 0 and first["actual_ms"] > 0
+        assert first["why"]
+        # The engine of the first is believed to hold the prompt: the second one goes there.
+        assert second["chosen"]["decode"] == first["served"]["decode"]
+        assert second["cached"] >= 900
+        assert now["hit_tokens"][second["chosen"]["source"]] == second["cached"]
+        assert now["hit_tokens"]["none"] == 2000 - second["cached"]
+        assert now["latency"]["router_ms"]["p50"] > 0
+        flows = [f for f in now["flows"] if f["from"] == "clients"]
+        assert sum(f["tokens_per_minute"] for f in flows) == 2000
+        computer = second["served"]["prefill"] or second["served"]["decode"]
+        views = {e["url"]: e["cache"] for e in now["engines"]}
+        assert views[computer]["state"] == "estimated"
+        assert views[computer]["blocks"] > 0
+        assert views[computer]["hit_rate"] == pytest.approx(second["cached"] / 2000, abs=1e-3)
+
+
 def test_latencies_are_histograms() -> None:
     with cluster() as c:
         assert c.complete().status_code == 200

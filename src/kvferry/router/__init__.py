@@ -5,5 +5,5 @@ Reading order: `flow` (the life of a request), `app` (routes, disconnects, statu
 `engines` (the fleet: roles, health, choice, HTTP to engines), `turns` (the line for busy engines,
 the budget of retries), `guard` (quotas, bodies, connections), `api` (what changes in a request;
 configuration). Around them: `sources` (fleet files, DNS), `admin` and `keys` (who may change the
-fleet, who may ask), `server` (sockets, TLS, restarts).
+fleet, who may ask), `server` (sockets, TLS, restarts), `live` and `page` (what people see of it).
 """

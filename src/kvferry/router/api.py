@@ -243,6 +243,7 @@ class Limits:
     max_queued: int = 512  # requests in that line; more are answered 429
     max_index_blocks: int = 2_000_000  # of engines' caches that are known, of all engines together
     max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
+    max_viewers: int = 64  # of the page that follow it live
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
     max_body_bytes: int = 64 << 20  # of one request; chats carry images inside the JSON
     max_answer_bytes: int = 64 << 20  # of one answer that is not streamed

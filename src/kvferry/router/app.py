@@ -2,7 +2,7 @@
 """The router as a server and an ASGI application: routes, disconnects and status pages.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
-one line of the log. `Status` serves /health, /metrics and a page for people.
+one line of the log. `Status` serves /health and /metrics; `page` serves a page for people.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any
 
 import anyio
@@ -25,7 +22,7 @@ from prometheus_client import disable_created_metrics, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
@@ -45,6 +42,7 @@ from kvferry.router.api import (
 from kvferry.router.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
+    LIVE_STREAM,
     ClientConnection,
     ClientGone,
     Guard,
@@ -52,6 +50,7 @@ from kvferry.router.guard import (
     address_of,
     read_body,
 )
+from kvferry.router.page import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.units import require_port
 
@@ -61,7 +60,7 @@ log = logging.getLogger(__name__)
 def make_app(config: RouterConfig) -> Starlette:
     """The router as an ASGI application. It can start only once, because it owns connections."""
     router = Router(config)
-    status = Status(router)
+    status, page = Status(router), LivePage(router.live)
     generate = ApiRoute(router, router.generate)
 
     @asynccontextmanager
@@ -70,6 +69,7 @@ def make_app(config: RouterConfig) -> Starlette:
             router.sources.running(),
             router.fleet.running(),
             router.placing.running(),
+            router.live.looking(),
         ):
             yield
 
@@ -84,7 +84,9 @@ def make_app(config: RouterConfig) -> Starlette:
             Route("/v1/models", ApiRoute(router, router.pass_on), methods=["GET"]),
             Route("/health", status.health),
             Route("/metrics", status.metrics),
-            Route("/", status.page),
+            Route("/live", page.state),
+            Route(LIVE_STREAM, LiveStream(router.live, config.limits), methods=["GET"]),
+            Route("/", page.page),
         ],
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
@@ -196,6 +198,7 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
+            router.live.ended(outcome, asked.placed, asked.request_id.decode(), asked.trail)
             ended = time.monotonic()
             if outcome == "ok":
                 router.latency["request_seconds"].observe(ended - begun)
@@ -304,12 +307,8 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-_PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-_NO_RESOURCES = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-
-
 class Status:
-    """The pages /health, /metrics and / of one router."""
+    """/health and /metrics of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -389,18 +388,6 @@ class Status:
         text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, request: Request) -> Response:
-        router = self._router
-        html = _PAGE.substitute(
-            state=self._state(),
-            in_flight=router.places.taken,
-            engines="".join(_row(engine) for engine in router.fleet.engines),
-            requests=_counted(router.requests),
-            retries=_counted(router.retries),
-            fallbacks=_counted(router.fallbacks),
-        )
-        return HTMLResponse(html, headers=_NO_RESOURCES)
-
     def _state(self) -> str:
         fleet = self._router.fleet
         if not fleet.some_up("decode"):
@@ -411,17 +398,3 @@ class Status:
 
 def _escape(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _row(engine: UpstreamEngine) -> str:
-    state = "draining" if engine.up and engine.draining else "up" if engine.up else "down"
-    cells = (engine.role, engine.url, state, str(engine.in_flight), engine.reason)
-    return f'<tr class="{state}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n"
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return "".join(
-        f"<tr><td>{name.replace('_', ' ')}</td><td>{count}</td></tr>\n"
-        for name, count in counts.items()
-        if count
-    )

@@ -45,6 +45,7 @@ import httpx
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
 from kvferry.router.guard import RequestMemory
+from kvferry.router.live import Placed
 from kvferry.router.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -212,6 +213,7 @@ class Incoming:
     held: RequestMemory
     client: str = ""  # whose turn it is, and whose share of the line is taken
     trail: list[str] = field(default_factory=list)  # for the log
+    placed: Placed | None = None  # for the page, as soon as engines are chosen
 
     def __str__(self) -> str:
         return f"request {self.request_id.decode()}"

@@ -44,6 +44,7 @@ engines, and the engines abort. A ticket that no engine has claimed expires at t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -62,6 +63,9 @@ from kvferry.router.api import (
     error_body,
     ticket_of,
 )
+from kvferry.router.cache.index import IndexStats
+from kvferry.router.choice.model import Decision, Option
+from kvferry.router.choice.rates import EngineMeter
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -71,6 +75,7 @@ from kvferry.router.engines import (
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
+from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placement, Placing
 from kvferry.router.sources import Sources
 from kvferry.router.turns import LineFull, RetryBudget
@@ -149,6 +154,26 @@ class Router:
             for name, what in LATENCIES.items()
         }
         self.placing = Placing(self.fleet, config, self.registry)
+        self.live = LiveState(self.now)
+
+    def now(self) -> RouterNow:
+        """What the page shows of this moment."""
+        stats = self.placing.index.stats() if self.placing.by_cost else {}
+        meters = self.placing.meters
+        return RouterNow(
+            engines=[_engine_now(e, meters[e.url], stats.get(e.url)) for e in self.fleet.engines],
+            in_flight=self.places.taken,
+            most_in_flight=self.limits.max_in_flight,
+            waiting=self.fleet.turns.waiting,
+            requests=self.requests,
+            retries=self.retries,
+            fallbacks=self.fallbacks,
+            problems={
+                file.name: f"The file of {file.name} is not used: {file.problem}"
+                for file in self.sources.files
+                if file.problem
+            },
+        )
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
@@ -157,6 +182,28 @@ class Router:
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
+
+
+def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
+    since, fits = engine.down_since, meter.fits()
+    decodes = "decode" in engine.roles
+    cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
+    return EngineNow(
+        url=engine.url,
+        roles=sorted(engine.roles, reverse=True),
+        up=engine.up,
+        draining=engine.draining is not None,
+        trial=bool(engine.trial),
+        reason=engine.reason,
+        down_seconds=None if since is None else time.monotonic() - since,
+        in_flight=engine.in_flight,
+        failures=engine.failures,
+        waiting_tokens=max(0, round(meter.waiting_work)),
+        running=meter.running if decodes else None,
+        prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
+        step_ms=1000 * meter.step_seconds(fits.step) if fits.step else None,
+        cache=cache,
+    )
 
 
 class ClientReply:
@@ -264,13 +311,17 @@ class _Trip:
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
         self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
         self._queue_seconds = self._limits.queue_seconds  # left for one to have room
+        self._own_seconds = 0.0  # that reading and placing it took
+        self._prefilled_by: str | None = None
 
     async def run(self) -> None:
         try:
             if self._wanted is not None:
+                begun = time.monotonic()
                 self._placement = await self._router.placing.look(
                     self._asked.path, self._body, self._asked.headers, self._wanted
                 )
+                self._own_seconds = time.monotonic() - begun
             await self._run()
         finally:
             self._ticket_ended()
@@ -337,6 +388,7 @@ class _Trip:
         self._chosen_prefill = None
         if self._placement is None or self._ticket:
             return None
+        begun = time.monotonic()
         decision = self._placement.choose(
             may_hand_over=self._ticket is None,
             not_prefill={engine.url for engine in self._failed_prefill},
@@ -344,6 +396,8 @@ class _Trip:
         )
         if decision is None:
             return None
+        self._own_seconds += time.monotonic() - begun
+        self._show(decision)
         self._asked.trail.append(decision.why)
         chosen = decision.chosen
         if chosen.prefill is not None:
@@ -351,6 +405,14 @@ class _Trip:
         elif self._ticket is None:
             self._ticket, self._alone = b"", True
         return self._fleet.get(chosen.decode)
+
+    def _show(self, decision: Decision) -> None:
+        """Show the first decision of this request on the page; what came of it is added later."""
+        asked, placement = self._asked, self._placement
+        if asked.placed is None and placement is not None:
+            asked.placed = self._router.live.decided(
+                asked.request_id.decode(), placement.tokens, decision, self._own_seconds
+            )
 
     def _pick_decode(self) -> UpstreamEngine | None:
         """A decode engine that has not failed this request, and did not make its ticket."""
@@ -434,6 +496,7 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    self._prefilled_by = engine.url if self._ticket else None
                     if self._ticket:
                         self._ticket_from = engine
                         fleet.ticket_taken(engine)
@@ -463,7 +526,7 @@ class _Trip:
             self._ticket_from = None
 
     def _fall_back(self, reason: str) -> None:
-        self._ticket = b""
+        self._ticket, self._prefilled_by = b"", None
         self._router.fallbacks[reason] += 1
         self._asked.trail.append(f"decode-only: {reason}")
 
@@ -475,6 +538,12 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
+        if wanted is not None and asked.placed is None:  # without a choice by cost
+            why = "the fewest requests in flight"
+            if self._prefilled_by is None:
+                why = next((said for said in asked.trail if said.startswith("decode-only")), why)
+            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+            self._show(Decision(option, (), why))
         placement, handed_over = self._placement, bool(self._ticket)
         if placement is not None:
             placement.decode(engine.url, handed_over=handed_over)
@@ -487,9 +556,18 @@ class _Trip:
                     got = replace(got, rest=_watched(got.rest, placement))
                 else:
                     placement.saw(got.body)
+            if asked.placed is not None and placement is not None:
+                self._router.live.answered(
+                    asked.placed,
+                    placement.actual_seconds,
+                    prefill=self._prefilled_by if handed_over else None,
+                    decode=engine.url,
+                )
             await self._send(got)
             if placement is not None and got.status == 200:
                 placement.served(handed_over=handed_over)
+                if asked.placed is not None:
+                    self._router.live.served(asked.placed, placement.cached_tokens)
                 if placement.decision is not None and placement.actual_seconds is not None:
                     expected, actual = (
                         placement.decision.chosen.seconds,

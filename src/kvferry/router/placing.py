@@ -262,6 +262,13 @@ class Placement:
         """Of the prompt; 0: not known."""
         return 0 if self._chain is None else self._chain.tokens
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt: as the engine says that computed it, else as was expected."""
+        if self._cached is not None:
+            return min(self._cached, self.tokens)
+        return 0 if self.decision is None else self.decision.chosen.cached_tokens
+
     def choose(
         self, *, may_hand_over: bool, not_prefill: set[str], not_decode: set[str]
     ) -> Decision | None:
@@ -346,10 +353,9 @@ class Placement:
             return
         placing.choices["handed_over" if handed_over else "alone"] += 1
         chosen = self.decision.chosen
-        cached = chosen.cached_tokens if self._cached is None else min(self._cached, self.tokens)
         source = "local" if chosen.source == "none" else chosen.source
-        placing.hit_tokens[source] += cached
-        placing.hit_tokens["none"] += self.tokens - cached
+        placing.hit_tokens[source] += self.cached_tokens
+        placing.hit_tokens["none"] += self.tokens - self.cached_tokens
 
     def ended(self) -> None:
         """Nothing of it counts on any engine. May be called again."""
