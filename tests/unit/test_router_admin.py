@@ -142,6 +142,7 @@ def test_one_engine_with_both_roles_beside_another() -> None:
         {"Authorization": f"Bearer {TOKEN[:-1]}"},
         {"Authorization": "Bearer " + "x" * 20_000},
         [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {TOKEN}")],
+        [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer wrong")],
     ],
 )
 def test_the_admin_api_needs_its_token(headers: Any) -> None:

@@ -50,6 +50,7 @@ def test_clients_take_turns_and_nobody_passes_the_line() -> None:
         assert desk.turns.waiting == 6
         desk.free["a"] = 3
         desk.turns.ended()
+        assert not desk.turns.at_once()  # three have their turn, and have not gone yet
         late = asyncio.create_task(desk.ask("y2"))  # comes while those with a turn have not gone
         await settle()
         assert desk.served == ["x1", "y1", "z1"]
@@ -59,6 +60,15 @@ def test_clients_take_turns_and_nobody_passes_the_line() -> None:
         assert desk.served[3:] == ["x2", "y2", "x3", "x4"]
         assert desk.turns.waiting == 0 and desk.room(()) == 6
         assert desk.turns.at_once()
+
+        desk.free = {"a": 0, "b": 0}
+        tasks = [asyncio.create_task(desk.ask(n)) for n in ("x5", "x6", "y3", "x7", "z2")]
+        await settle()
+        for _ in tasks:  # room for one at a time
+            desk.free["a"] = 1
+            desk.turns.ended()
+            await settle()
+        assert desk.served[7:] == ["x5", "y3", "z2", "x6", "x7"]
 
     asyncio.run(run())
 
@@ -70,6 +80,7 @@ def test_a_request_waits_for_engines_that_have_not_failed_it() -> None:
         await settle()
         desk.free["a"] = 1
         desk.turns.ended()
+        assert not desk.turns.at_once()  # but by the line
         assert await desk.ask("y1")  # does not wait behind a request that has no use for `a`
         assert not picky.done()
         desk.free["b"] = 1

