@@ -61,7 +61,7 @@ TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
 # The store hears of a request so much later: by then the engine has given its device work to do,
 # and the interpreter's lock is free.
-TELL_SECONDS = 0.005
+TELL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -88,6 +88,20 @@ class BusObjects:
     def __len__(self) -> int:
         return len(self.place)
 
+    def parts(self, bounds: Sequence[int]) -> Iterator[BusObjects]:
+        """Objects from each bound to the next."""
+        ends = np.concatenate(([0], np.cumsum(self.runs)))
+        for first, last in pairwise(bounds):
+            some, runs = slice(first, last), slice(int(ends[first]), int(ends[last]))
+            yield BusObjects(
+                self.place[some],
+                self.length[some],
+                self.runs[some],
+                self.offset[runs],
+                self.address[runs],
+                self.size[runs],
+            )
+
     def are_even(self, least: int) -> bool:
         """Whether all have as many runs, of one length of at least so many bytes, and nothing else;
         as kernels hash them."""
@@ -640,10 +654,10 @@ def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
         to = place[first] + np.arange(runs) * size
         gaps = place_step[first], step[first]
         parts.append(_fields(to, gaps[0], address[first], gaps[1], size, last - first))
-    for at in np.flatnonzero(~joined & ~single).tolist():
-        for run in range(runs):
-            cut = _one(int(place[at]) + run * size, int(address[at, run]), size, starts)
-            parts += [_fields(*copy) for copy in cut]
+    for at in np.flatnonzero(~joined & ~single).tolist():  # one at the end of each registration
+        to, where = int(place[at]), address[at].tolist()
+        copies = [c for run in range(runs) for c in _one(to + run * size, where[run], size, starts)]
+        parts.append(np.array(copies, dtype=np.int64).T)
     return Rows(*np.concatenate(parts, axis=1))
 
 
