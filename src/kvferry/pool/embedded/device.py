@@ -48,6 +48,7 @@ log = logging.getLogger("kvferry")
 # parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
 # copies for the driver to take while the step computes.
 GET_OBJECTS, PUT_OBJECTS = 128, 256
+PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
 
@@ -62,7 +63,7 @@ class DeviceStore(StagedStore):
         arena = store.arena_memory
         self._part_bytes = min(PART_BYTES, arena.bytes // PART_SHARE)
         store.before_unmapping(bus.close)
-        bus.pin(arena.address, arena.bytes, store.back_memory)
+        bus.pin(arena.address, arena.bytes, store.back_memory, PIN_AFTER_SECONDS)
 
     def _warm(self) -> None:
         try:
