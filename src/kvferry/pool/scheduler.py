@@ -303,7 +303,7 @@ class PoolScheduler:
         states: Sequence[WholeState],
         tag: Any,
     ) -> None:
-        """Save what is final and was not ordered yet, unless so many blocks are pinned."""
+        """Save what is final and was not ordered yet, as long as no more blocks are pinned."""
         final = min(tracker.final, len(tokens))
         ahead = self._ours.ahead
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
@@ -311,11 +311,13 @@ class PoolScheduler:
         start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
-        most = max(most, self._save_rate.blocks_in(SOON_SECONDS))
-        if len(self._jobs) >= MOST_JOBS or self._saving.blocks >= most:
+        chain, kinds = tracker.chain, self._ours.kinds
+        room = max(most, self._save_rate.blocks_in(SOON_SECONDS)) - self._saving.blocks
+        each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
+        if len(self._jobs) >= MOST_JOBS or room < min(each, most):
             self.counters.add("save_postponed")
             return
-        chain, kinds = tracker.chain, self._ours.kinds
+        stop = min(stop, start + max(1, room // each) * self.align_tokens)
         chain.cover(tokens, min(len(tokens), final + ahead))
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
