@@ -159,6 +159,7 @@ def run(
 def warm_up(engine: Engine, length: int, report: Report) -> None:
     """Until its connector finds what it has saved: a pool's first records take a moment, and its
     memory is pinned after the start, which vLLM's connector does during it."""
+    engine.ask(0, length)  # the first request makes it begin
     if (seconds := engine.call("ready_memory")) > 1:
         report.say(f"{engine.name}: its memory was pinned {seconds:.1f} s later")
     began = time.monotonic()

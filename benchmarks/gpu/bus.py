@@ -20,6 +20,7 @@ from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
 from kvferry.carriers.cuda.driver import CudaStream, Device, Rows, device
 from kvferry.carriers.cuda.staging import DeviceMemory
+from kvferry.pool.embedded import device as device_store
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -90,6 +91,7 @@ def _rate(total: int, copies: Rows, outward: bool, stream: CudaStream) -> float:
 def store(cache: int) -> None:
     region = MemoryRegion(cache, LAYERS * BLOCKS * PAGE)
     folder = Path(mkdtemp(prefix="kvferry-bus-", dir="/dev/shm"))
+    device_store.PIN_AFTER_SECONDS = 0.0
     bus = Bus([region])
     made = DeviceStore(EmbeddedStore(folder / "store", STORE_BYTES), DeviceMemory([region]), bus)
     made.register([region])

@@ -769,7 +769,8 @@ def test_backpressure(pair: Pair) -> None:
     assert writer.pinned == pinned and writer.scheduler.counters["save_postponed"] == 1
     release.set()
     writer.until(lambda: not writer.scheduler.has_work)
-    writer.save("w", tokens)
+    for _ in range(0, len(tokens), span):  # so many blocks in each step
+        writer.save("w", tokens)
     all_ended(writer)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
 
@@ -792,6 +793,23 @@ def test_a_request_ends_while_its_saves_are_postponed(pair: Pair) -> None:
     release.set()
     all_ended(writer)
     assert pair.engine("dst").matched("r", tokens) == pair.case["tokens"]
+
+
+def test_a_request_leaves_no_more_pinned_than_it_may(pair: Pair) -> None:
+    """Or the engine would wait for a store that hangs."""
+    tokens = sequence(pair.case)
+    limits = PoolLimits(most_pinned_blocks=1, most_pinned_at_end=3)
+    writer = pair.engine("src", limits=limits)
+    release = threading.Event()
+    pair.faults["put"] = lambda *_: release.wait(30) and None
+    span, tables = writer.scheduler.align_tokens, writer.tables
+    writer.scheduler.track("w", tuple)
+    writer.scheduler.computed("w", tokens, len(tokens), lambda: tables)
+    each = writer.pinned  # of one step's save, which is as small as it can be
+    writer.scheduler.finished("w", tokens, tables)
+    assert each <= writer.pinned <= max(3, each) < len(tokens) // span
+    release.set()
+    all_ended(writer)
 
 
 def test_the_first_block_is_gone(pair: Pair) -> None:

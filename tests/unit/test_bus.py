@@ -29,7 +29,7 @@ from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
 from kvferry.pool.wrappers import StagedStore
-from waiting import wait_until
+from waiting import require_for, wait_until
 
 CHUNK = 4096
 
@@ -38,6 +38,7 @@ CHUNK = 4096
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDevice]:
     found = host_device.use_bus(monkeypatch)
     monkeypatch.setattr(buses, "DIRECT_BYTES", 1024 if request.param == "direct" else 1 << 40)
+    monkeypatch.setattr(device, "PIN_AFTER_SECONDS", 0.0)
     yield found
     wait_until(lambda: not (found.live or host_device.made or found.registered))
 
@@ -173,6 +174,17 @@ def test_no_copy_reaches_over_the_end_of_registered_memory(
     bus.close()
 
 
+def test_memory_is_registered_late_but_not_later_than_it_is_used(on: HostDevice) -> None:
+    device = np.zeros(1 << 20, dtype=np.uint8)
+    host = np.zeros(1 << 20, dtype=np.uint8)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
+    bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size, 3600.0)
+    require_for(0.05, lambda: bus.pinned_bytes == 0)
+    bus.out(twenty(device, host), CHUNK, soon()).finish()
+    wait_until(lambda: bus.pinned_bytes == host.nbytes)
+    bus.close()
+
+
 def test_a_busy_bus_and_a_late_one(on: HostDevice) -> None:
     device = np.zeros(1 << 16, dtype=np.uint8)
     host = np.zeros(1 << 16, dtype=np.uint8)
@@ -302,11 +314,12 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     waited: list[str] = []
 
     def computed() -> None:
+        waited.append("device")
         cache[:] = final
 
     def wait() -> None:
         waited.append("here")
-        computed()
+        cache[:] = final
 
     host_device.ahead[77] = computed
     if broken:
@@ -314,7 +327,7 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     fence = SimpleNamespace(event=77, wait=wait)
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
-    assert waited == (["here"] if broken else [])
+    assert waited[0] == ("here" if broken else "device")
     cache[:] = 0
     assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
     shape = (LAYERS, OBJECTS, PAGE)

@@ -59,7 +59,12 @@ class Plan:
         )
 
 
-SCOPE: Any = SimpleNamespace(metadata=None, plan=lambda _: Plan, bases=np.zeros(1, dtype=np.int64))
+SCOPE: Any = SimpleNamespace(
+    metadata=None,
+    plan=lambda _: Plan,
+    own_blocks=lambda *_: None,
+    bases=np.zeros(1, dtype=np.int64),
+)
 SAVE = SaveOrder(1, (TableBlocks(0, (0, 1), (0, 1), ("a", "b")),), 30.0)
 
 

@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from dir_store import DirStore, FaultyStore
 from kvferry.costs import MOST
 from kvferry.errors import StoreError
-from kvferry.pool.layout_registry import ReadPlan
 from kvferry.pool.lookup import FragmentKeys, sequence_keys
+from kvferry.pool.rank import RankScope
 from kvferry.pool.scheduler import PoolScheduler
 from vllm_scheduler import SchedulerEngine
 
@@ -404,15 +404,15 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
 
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
     """The check of the cache can fail: a load that puts bytes elsewhere does."""
-    bind = ReadPlan.bind
+    own = RankScope.own_blocks
 
-    def shifted(self: Any, segment: Any, tables: Any, bases: Any) -> Any:
-        return bind(self, segment, [np.roll(table, 1) for table in tables], bases)
+    def shifted(self: Any, segment: Any, tables: Any) -> Any:
+        return own(self, segment, [np.roll(table, 1) for table in tables])
 
     first, second = make(), make()
     first.add("a", prompt(1, 100))
     first.run()
-    monkeypatch.setattr(ReadPlan, "bind", shifted)
+    monkeypatch.setattr(RankScope, "own_blocks", shifted)
     second.add("b", prompt(1, 100))
     with pytest.raises(AssertionError, match="is not in the cache"):
         second.run()

@@ -57,7 +57,7 @@ from kvferry.pool.objects import (
     table_kinds,
 )
 from kvferry.pool.orders import PoolCounters
-from kvferry.pool.store import MOST_RECORD_BYTES, Outcome, Slices, Store
+from kvferry.pool.store import MOST_RECORD_BYTES, AlikeSlices, Outcome, Slices, Store
 
 log = logging.getLogger("kvferry")
 
@@ -240,7 +240,7 @@ class WantedParts:
     fragments: list[Fragment]
     blocks: list[int]
     starts: list[int]  # first wanted token of each
-    slices: list[Slices]
+    slices: Sequence[Slices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,14 +337,14 @@ class ReadPlan:
         )
 
 
-def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> list[Slices]:
-    """Cut before each head. Objects with the same wanted parts (most of them) share arrays."""
+def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> Sequence[Slices]:
+    """Cut before each head. Most objects are alike in the parts that are wanted of them."""
     count, per = len(heads), len(offset) // len(heads)
     if np.array_equal(heads, np.arange(count) * per) and count * per == len(offset):
         offsets, lengths = offset.reshape(count, per), length.reshape(count, per)
         first, sizes = offsets[0], lengths[0]
         if (offsets == first).all() and (lengths == sizes).all():
-            return [Slices(first, row, sizes) for row in address.reshape(count, per)]
+            return AlikeSlices(first, address.reshape(count, per), sizes)
     cuts = heads[1:]
     parts = zip(
         np.split(offset, cuts), np.split(address, cuts), np.split(length, cuts), strict=True

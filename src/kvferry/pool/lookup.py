@@ -32,7 +32,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,7 +61,8 @@ TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
 # The store hears of a request so much later: by then the engine has given its device work to do,
 # and the interpreter's lock is free.
-TELL_SECONDS = 0.005
+TELL_SECONDS = 0.02
+LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,24 +176,33 @@ class LookupKeyServer:
     def _run(self) -> None:
         try:
             self._tend()
+            untold: deque[tuple[float, LookupQuestion]] = deque()  # and when to tell
             while not self._closed:
-                busy = self._at_once and time.monotonic() < self._asked_at + IDLE_SECONDS
+                now = time.monotonic()
+                if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
+                    self._tell(untold.popleft()[1])
+                busy = self._at_once and now < self._asked_at + IDLE_SECONDS
+                seconds = TEND_SECONDS if busy else IDLE_SECONDS
+                if untold:
+                    seconds = max(0.0, untold[0][0] - now)
                 try:
-                    asked = self._queue.get(timeout=TEND_SECONDS if busy else IDLE_SECONDS)
+                    asked = self._queue.get(timeout=seconds)
                 except Empty:
-                    self._tend()
+                    if untold:
+                        self._tell(untold.popleft()[1])
+                    else:
+                        self._tend()
                     continue
                 if asked is None:
                     continue
-                if asked.answer is not None:  # given at once, or the client gave it up
-                    self._tell(asked, asked.answer)
-                    continue
-                with self._using:
-                    answer = self._answer(asked)
-                if asked.answer is None:  # otherwise the client gave it up
-                    asked.answer = answer
-                self.answered.set()
-                self._tell(asked, answer)
+                if asked.answer is None:
+                    with self._using:
+                        answer = self._answer(asked)
+                    if asked.answer is None:  # otherwise the client gave it up
+                        asked.answer = answer
+                    self.answered.set()
+                after = TELL_SECONDS if self._at_once else 0.0
+                untold.append((time.monotonic() + after, asked))
         finally:
             with self._using:
                 if self._store is not None:
@@ -306,12 +316,11 @@ class LookupKeyServer:
         self._counters.add("lookup_keys", len(keys))
         return not found.any()
 
-    def _tell(self, asked: LookupQuestion, answer: LookupAnswer) -> None:
+    def _tell(self, asked: LookupQuestion) -> None:
         """Tell the store about an answered request, once, so that its eviction can learn."""
-        if not asked.first or answer.failed:
+        answer = asked.answer
+        if answer is None or answer.failed or not asked.first:
             return
-        if self._at_once:
-            time.sleep(max(0.0, answer.at + TELL_SECONDS - time.monotonic()))
         ours, align = self._registry.ours, self._reader.align_tokens
         most = self._reader.most_tokens(asked.count)
         used = {s.layout_id for s in answer.hit.segments}

@@ -43,6 +43,8 @@ class Saved:
 
     job_id: int
     failed: tuple[tuple[int, int], ...] = ()  # blocks not stored, as (table, number)
+    # that it took, without the step that computed the blocks
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class StoreOperation:
     name: Literal["lookup_exists", "load_get", "save_exists", "save_put"]
     keys: int
     bytes: int = 0  # that it was asked to move
-    seconds: float = 0.0
+    seconds: float = 0.0  # without those that it waited for a step to end
+    waited: float = 0.0
     failed: int = 0  # keys
     status: Literal["ok", "partial_failure", "error"] = "ok"
 
@@ -186,7 +189,7 @@ class PoolCounters:
             operation.status, operation.failed = "error", operation.keys
             raise
         finally:
-            operation.seconds = time.perf_counter() - began
+            operation.seconds = time.perf_counter() - began - operation.waited
             with self._lock:
                 self._operations.append(operation)
 

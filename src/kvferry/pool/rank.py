@@ -45,7 +45,13 @@ from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata, PoolKey, object_keys
-from kvferry.pool.layout_registry import PoolLayout, ReadPlan, plan_read, read_record
+from kvferry.pool.layout_registry import (
+    PoolLayout,
+    ReadPlan,
+    WantedParts,
+    plan_read,
+    read_record,
+)
 from kvferry.pool.objects import ObjectMemory, object_memory
 from kvferry.pool.orders import (
     LoadOrder,
@@ -58,10 +64,11 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import (
+    AlikeRanges,
+    AlikeSlices,
     Fence,
     FencedStore,
     Outcome,
-    Ranges,
     Store,
     require_answers,
     sizes_of,
@@ -107,11 +114,35 @@ class RankScope:
         fragment = self.layout.owner[table, self.rank]
         return object_keys(self.metadata, self.layout.id, fragment, contents)
 
-    def objects(self, table: int, block_ids: Ints) -> list[Ranges]:
+    def objects(self, table: int, block_ids: Ints) -> AlikeRanges:
         """Memory of this rank's blocks."""
         template = self.memory[table]
-        rows = template.addresses(self.bases, block_ids)
-        return [Ranges(row, template.lengths) for row in rows]
+        return AlikeRanges(template.addresses(self.bases, block_ids), template.lengths)
+
+    def own_blocks(self, segment: Segment, tables: Sequence[Ints]) -> WantedParts | None:
+        """Whole blocks of a layout that is ours too, as this rank would save them. None: they must
+        be planned."""
+        if segment.layout_id != self.layout.id:
+            return None
+        kinds = [kind for kind in self.layout.kinds if segment.group in kind.groups]
+        if len(kinds) != 1 or len(kinds[0].groups) != 1 or kinds[0].residency.kind != "full":
+            return None
+        (kind,), span = kinds, kinds[0].block_tokens
+        first, last = segment.start // span, segment.stop // span
+        ids = tables[kind.table][first:last]
+        whole = segment.start % span == segment.stop % span == 0 and len(ids) == last - first
+        if kind.table not in self.memory or not whole or len(np.unique(ids)) < len(ids):
+            return None
+        if self.layout.shape.null_block in ids:
+            return None
+        memory, numbers = self.memory[kind.table], range(first, last)
+        addresses = memory.addresses(self.bases, ids)
+        return WantedParts(
+            [self.layout.owner[kind.table, self.rank]] * len(ids),
+            list(numbers),
+            [number * span for number in numbers],
+            AlikeSlices(memory.starts, addresses, memory.lengths),
+        )
 
 
 class PoolRank:
@@ -262,22 +293,24 @@ class Saver:
         self._threads.join(seconds)
 
     def _run(self, order: SaveOrder, scope: RankScope, fence: Fence | None) -> None:
-        failed = _all_blocks(order)
+        failed, began = _all_blocks(order), time.monotonic()
+        timed = _TimedFence(fence) if fence is not None else None
         try:
             if self._closed:
                 self._counters.add("save_dropped")
             else:
-                failed = self._save(order, scope, fence)
+                failed = self._save(order, scope, timed)
         except Exception as error:
             self._pause()
             self._counters.add("save_errors")
             log.warning("saving to the pool failed: %s", text_of(error))
         finally:  # whatever was raised: the blocks stay pinned until this report
-            self._end(order, failed)
+            waited = timed.waited if timed is not None else 0.0
+            self._end(order, failed, time.monotonic() - began - waited)
 
-    def _end(self, order: SaveOrder, failed: set[tuple[int, int]]) -> None:
+    def _end(self, order: SaveOrder, failed: set[tuple[int, int]], seconds: float = 0.0) -> None:
         """Report the job, with the blocks that were not saved."""
-        self._done.append(Saved(order.job_id, tuple(sorted(failed))))
+        self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds))
         self._ended.set()
 
     def _pause(self) -> None:
@@ -285,7 +318,7 @@ class Saver:
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     def _save(
-        self, order: SaveOrder, scope: RankScope, fence: Fence | None
+        self, order: SaveOrder, scope: RankScope, fence: _TimedFence | None
     ) -> set[tuple[int, int]]:
         """Save a job's blocks. Returns those that are not stored."""
         if time.monotonic() < self._paused_until:
@@ -304,7 +337,7 @@ class Saver:
         return failed
 
     def _save_table(
-        self, blocks: TableBlocks, scope: RankScope, deadline: float, fence: Fence | None
+        self, blocks: TableBlocks, scope: RankScope, deadline: float, fence: _TimedFence | None
     ) -> set[tuple[int, int]]:
         numbers = np.asarray(blocks.numbers, dtype=np.int64)
         mine = scope.my_turn(blocks.table, numbers)
@@ -329,7 +362,9 @@ class Saver:
                 put = StoreOperation("save_put", len(names), asked_bytes)
                 with self._counters.operation(put):
                     if self._fenced is not None and fence is not None:
+                        before = fence.waited
                         outcomes = self._fenced.put_after(names, objects, deadline, fence)
+                        put.waited = fence.waited - before
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
@@ -353,6 +388,22 @@ class Saver:
         return failed
 
 
+class _TimedFence:
+    """A fence that knows how long its job waited for it."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence, self.waited = fence, 0.0
+
+    @property
+    def event(self) -> int:
+        return self._fence.event
+
+    def wait(self) -> None:
+        began = time.monotonic()
+        self._fence.wait()
+        self.waited += time.monotonic() - began
+
+
 def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:
     return {(b.table, number) for b in order.tables for number in b.numbers}
 
@@ -368,12 +419,13 @@ class Pace:
 
     threads: int = 4  # of loads
     chunk_tokens: int = 2048  # loaded at a time; bounds memory, and spreads work over threads
+    first_tokens: int = 2048  # the first chunk, which the bus waits for; the next grow from it
     save_objects: int = 256  # put at a time; the deadline is checked in between
 
 
 # A device that copies by itself needs few threads: they only take the interpreter's lock from each
 # other, and from the engine. Its store cuts a put into parts itself, of which some overlap.
-DEVICE_PACE = Pace(threads=2, chunk_tokens=8192, save_objects=1 << 14)
+DEVICE_PACE = Pace(threads=2, chunk_tokens=16384, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -514,8 +566,7 @@ class Loader:
         if not order.segments:
             raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
-        tokens = self._pace.chunk_tokens
-        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id), tokens)]
+        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id), self._pace)]
         try:
             for chunk in chunks:
                 read = partial(self._read, chunk, order.contents, tables, scope, deadline)
@@ -551,9 +602,10 @@ class Loader:
         scope: RankScope,
         deadline: float,
     ) -> _Chunk:
-        plan = scope.plan(segment.layout_id)
-        wanted = plan.bind(segment, tables, scope.bases)
-        if not wanted.slices:
+        wanted = scope.own_blocks(segment, tables)
+        if wanted is None:
+            wanted = scope.plan(segment.layout_id).bind(segment, tables, scope.bases)
+        if not len(wanted.slices):
             return _Chunk(0)
         named = {
             fragment: (
@@ -562,10 +614,10 @@ class Loader:
             )
             for fragment in set(wanted.fragments)
         }
-        keys = [
-            PoolKey.build_key_string(named[fragment][0], named[fragment][1][block])
-            for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True)
-        ]
+        keys = []
+        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
+            prefix, digests = named[fragment]
+            keys.append(PoolKey.build_key_string(prefix, digests[block]))
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
@@ -595,12 +647,14 @@ def _failure(order: LoadOrder, why: str) -> PoolLoaded:
     return PoolLoaded(order.request_id, why, bad_from=first)
 
 
-def _cut(segment: Segment, plan: ReadPlan, tokens: int) -> list[Segment]:
-    """Cut a segment into chunks of so many tokens that end where objects end."""
+def _cut(segment: Segment, plan: ReadPlan, pace: Pace) -> list[Segment]:
+    """Cut a segment into chunks that end where objects end."""
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    step = max(span, tokens // span * span)
-    cuts = [*range(segment.start // step * step + step, segment.stop, step)]
-    bounds = [segment.start, *cuts, segment.stop]
+    bounds, tokens = [segment.start], pace.first_tokens
+    while bounds[-1] < segment.stop:
+        end = (bounds[-1] + max(span, tokens)) // span * span
+        bounds.append(min(end, segment.stop))
+        tokens = min(2 * tokens, pace.chunk_tokens)
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -78,6 +79,7 @@ class PoolScheduler:
         self._jobs: dict[int, SaveJob] = {}  # saves that some rank has not reported, by job id
         self._job_ids = count()
         self._saving = Pins(pin, unpin)  # blocks of these jobs
+        self._save_rate = SaveRate()
         self._loads: dict[str, LoadOrder] = {}  # loads that some rank has not reported, by request
         self._quarantine = Pins(pin, unpin)  # blocks of hung loads, by request
         self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
@@ -301,7 +303,7 @@ class PoolScheduler:
         states: Sequence[WholeState],
         tag: Any,
     ) -> None:
-        """Save what is final and was not ordered yet, unless so many blocks are pinned."""
+        """Save what is final and was not ordered yet, as long as no more blocks are pinned."""
         final = min(tracker.final, len(tokens))
         ahead = self._ours.ahead
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
@@ -309,10 +311,13 @@ class PoolScheduler:
         start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
-        if len(self._jobs) >= MOST_JOBS or self._saving.blocks >= most:
+        chain, kinds = tracker.chain, self._ours.kinds
+        room = max(most, self._save_rate.blocks_in(SOON_SECONDS)) - self._saving.blocks
+        each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
+        if len(self._jobs) >= MOST_JOBS or room < min(each, most):
             self.counters.add("save_postponed")
             return
-        chain, kinds = tracker.chain, self._ours.kinds
+        stop = min(stop, start + max(1, room // each) * self.align_tokens)
         chain.cover(tokens, min(len(tokens), final + ahead))
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
@@ -370,6 +375,8 @@ class PoolScheduler:
                 log.error("a rank reported save job %d, which is not open", report.job_id)
                 continue
             job.failed.update(report.failed)
+            if not report.failed:
+                self._save_rate.add(job.blocks, report.seconds)
             if self._saving.release(report.job_id):
                 over.append(self._jobs.pop(report.job_id))
         return over
@@ -548,6 +555,33 @@ class SaveJob:
     tables: tuple[TableBlocks, ...]
     tag: Any  # the caller's
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(table.numbers) for table in self.tables)
+
+
+# What the store saves in this time is no burden, however much of the cache it is: a running request
+# has its blocks in any case.
+SOON_SECONDS = 0.1
+
+
+class SaveRate:
+    """Blocks a second that ranks save."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=9)
+
+    def add(self, blocks: int, seconds: float) -> None:
+        """A job that one rank has saved whole. Small ones say little."""
+        if blocks >= 16 and seconds > 0:
+            self._seen.append(blocks / seconds)
+
+    def blocks_in(self, seconds: float) -> int:
+        """Of a slow job among the last ones; 0: too few have been seen."""
+        if len(self._seen) < 3:
+            return 0
+        return int(sorted(self._seen)[len(self._seen) // 4] * seconds)
 
 
 # Loads

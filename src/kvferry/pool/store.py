@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,48 @@ class Slices:
     offset: Ints
     address: Ints
     length: Ints
+
+
+class Alike:
+    """Memory of objects that are alike, as one array: `address` has a row for each object."""
+
+    __slots__ = ("address", "length", "offset")
+
+    def __init__(self, offset: Ints, address: Ints, length: Ints) -> None:
+        """The offset in its object and the length of each range of a row."""
+        self.offset, self.address, self.length = offset, address, length
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+
+class AlikeRanges(Alike, Sequence[Ranges]):
+    """`Ranges` of whole objects."""
+
+    def __init__(self, address: Ints, length: Ints) -> None:
+        super().__init__(np.cumsum(length) - length, address, length)
+
+    @overload
+    def __getitem__(self, at: int) -> Ranges: ...
+    @overload
+    def __getitem__(self, at: slice) -> AlikeRanges: ...
+    def __getitem__(self, at: int | slice) -> Ranges | AlikeRanges:
+        if isinstance(at, slice):
+            return AlikeRanges(self.address[at], self.length)
+        return Ranges(self.address[at], self.length)
+
+
+class AlikeSlices(Alike, Sequence[Slices]):
+    """The same `Slices` of each object."""
+
+    @overload
+    def __getitem__(self, at: int) -> Slices: ...
+    @overload
+    def __getitem__(self, at: slice) -> AlikeSlices: ...
+    def __getitem__(self, at: int | slice) -> Slices | AlikeSlices:
+        if isinstance(at, slice):
+            return AlikeSlices(self.offset, self.address[at], self.length)
+        return Slices(self.offset, self.address[at], self.length)
 
 
 class Outcome(Enum):
@@ -125,10 +167,13 @@ class FencedStore(Store, Protocol):
 
 def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
     """Whether the memory of each object is registered."""
-    if not parts:
+    if not len(parts):
         return []
-    address = np.concatenate([p.address for p in parts])
-    length = np.concatenate([p.length for p in parts])
+    if isinstance(parts, Alike):
+        address, length = parts.address.reshape(-1), np.tile(parts.length, len(parts))
+    else:
+        address = np.concatenate([p.address for p in parts])
+        length = np.concatenate([p.length for p in parts])
     bad = regions.first_outside(address, length)  # for all at once, as this is the usual case
     if bad < 0:
         return [True] * len(parts)
@@ -138,6 +183,8 @@ def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> 
 
 def by_lengths(objects: Sequence[Ranges] | Sequence[Slices], work: Callable[[Ints], T]) -> list[T]:
     """Something of each object's lengths. Most objects share one array of them."""
+    if isinstance(objects, Alike):
+        return [work(objects.length)] * len(objects)
     known: dict[int, T] = {}
     for one in objects:
         if id(one.length) not in known:

@@ -15,8 +15,9 @@ The direct way has two kernels for hundreds of megabytes, and nothing waits for 
 The staged way has three for each piece, which take their turn among the engine's own.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
-thread does it, step by step, from the beginning on. Memory that is not registered yet is copied all
-the same, at a tenth of the speed.
+thread does it, step by step, from the beginning on; it may begin later, so that an engine starts
+undisturbed, but not later than the first copy. Memory that is not registered yet is copied all the
+same, at a tenth of the speed.
 
 `out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
 (xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought
@@ -88,6 +89,20 @@ class BusObjects:
     def __len__(self) -> int:
         return len(self.place)
 
+    def parts(self, bounds: Sequence[int]) -> Iterator[BusObjects]:
+        """Objects from each bound to the next."""
+        ends = np.concatenate(([0], np.cumsum(self.runs)))
+        for first, last in pairwise(bounds):
+            some, runs = slice(first, last), slice(int(ends[first]), int(ends[last]))
+            yield BusObjects(
+                self.place[some],
+                self.length[some],
+                self.runs[some],
+                self.offset[runs],
+                self.address[runs],
+                self.size[runs],
+            )
+
     def are_even(self, least: int) -> bool:
         """Whether all have as many runs, of one length of at least so many bytes, and nothing else;
         as kernels hash them."""
@@ -148,13 +163,19 @@ class Bus:
             for _ in range(min(2, self._most)):
                 made.callback(self._give, self._take(time.monotonic()))
 
-    def pin(self, address: int, size: int, back: Callable[[int, int], int]) -> None:
-        """Register this host memory, on a thread.
+    def pin(
+        self,
+        address: int,
+        size: int,
+        back: Callable[[int, int], int],
+        after_seconds: float = 0.0,
+    ) -> None:
+        """Register this host memory, on a thread, after so many seconds or with the first copy.
 
         `back(first, size)` has the system give memory to `size` bytes, maps those from `first` on,
         and returns how many bytes have memory.
         """
-        self._pins = _Pins(self.device, address, size, back)
+        self._pins = _Pins(self.device, address, size, back, after_seconds)
 
     @property
     def pinned_bytes(self) -> int:
@@ -199,6 +220,8 @@ class Bus:
             raise TransferError(f"{len(objects)} objects are too many at a time")
         if time.monotonic() > deadline:
             raise TransferError("objects were not moved in time")
+        if self._pins is not None:
+            self._pins.begin.set()
         starts = self._pins.starts if self._pins is not None else []
         pinned = self._is_pinned(objects)
         rows = self._direct_rows(objects, starts) if pinned else None
@@ -518,9 +541,15 @@ class _Pins:
     """Host memory that is registered from the beginning on, step by step, on a thread."""
 
     def __init__(
-        self, on: Device, address: int, size: int, back: Callable[[int, int], int]
+        self,
+        on: Device,
+        address: int,
+        size: int,
+        back: Callable[[int, int], int],
+        after_seconds: float,
     ) -> None:
         self._device, self._address, self._size, self._back = on, address, size, back
+        self._after_seconds, self.begin = after_seconds, threading.Event()
         # Addresses at which a registration begins, or will: no copy reaches over one
         self.starts = list(range(address, address + size, PIN_BYTES))
         self.bytes = 0
@@ -529,6 +558,7 @@ class _Pins:
         self._thread.start()
 
     def _run(self) -> None:
+        self.begin.wait(self._after_seconds)
         began = time.monotonic()
         try:
             while self.bytes < self._size and not self._closing.is_set():
@@ -562,6 +592,7 @@ class _Pins:
     def close(self) -> None:
         """After the last copy."""
         self._closing.set()
+        self.begin.set()
         if threading.current_thread() is not self._thread:  # it may be the store's last user
             self._thread.join()
         end, self.bytes = self._address + self.bytes, 0
@@ -640,10 +671,10 @@ def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
         to = place[first] + np.arange(runs) * size
         gaps = place_step[first], step[first]
         parts.append(_fields(to, gaps[0], address[first], gaps[1], size, last - first))
-    for at in np.flatnonzero(~joined & ~single).tolist():
-        for run in range(runs):
-            cut = _one(int(place[at]) + run * size, int(address[at, run]), size, starts)
-            parts += [_fields(*copy) for copy in cut]
+    for at in np.flatnonzero(~joined & ~single).tolist():  # one at the end of each registration
+        to, where = int(place[at]), address[at].tolist()
+        copies = [c for run in range(runs) for c in _one(to + run * size, where[run], size, starts)]
+        parts.append(np.array(copies, dtype=np.int64).T)
     return Rows(*np.concatenate(parts, axis=1))
 
 

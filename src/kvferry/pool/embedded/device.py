@@ -20,6 +20,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
 from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
 from kvferry.pool.store import (
+    Alike,
     Bools,
     Fence,
     Ints,
@@ -46,6 +48,7 @@ log = logging.getLogger("kvferry")
 # parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
 # copies for the driver to take while the step computes.
 GET_OBJECTS, PUT_OBJECTS = 128, 256
+PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
 
@@ -60,7 +63,7 @@ class DeviceStore(StagedStore):
         arena = store.arena_memory
         self._part_bytes = min(PART_BYTES, arena.bytes // PART_SHARE)
         store.before_unmapping(bus.close)
-        bus.pin(arena.address, arena.bytes, store.back_memory)
+        bus.pin(arena.address, arena.bytes, store.back_memory, PIN_AFTER_SECONDS)
 
     def _warm(self) -> None:
         try:
@@ -105,6 +108,8 @@ class DeviceStore(StagedStore):
 
     def _ended(self, put: _Put, deadline: float, fence: Fence | None) -> list[Outcome]:
         """The outcomes of a part, once it is over; through buffers where the bus failed."""
+        if fence is not None:
+            fence.wait()
         try:
             return put.end()
         except TransferError as error:
@@ -141,20 +146,25 @@ class DeviceStore(StagedStore):
     def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
         """Which objects are in their places."""
         good = np.array(inside(self._regions, wanted), dtype=bool)
-        done: list[Bools] = []
-        before: _Get | None = None
+        done = np.zeros(len(keys), dtype=bool)
         with contextlib.ExitStack() as under_way:
-            for first in range(0, len(keys), GET_OBJECTS):
-                part = slice(first, first + GET_OBJECTS)
-                get = _Get(self._embedded, keys[part])
-                under_way.callback(get.close)
-                get.begin(self._bus, wanted[part], good[part], deadline)
+            lent = under_way.enter_context(self._embedded.lending(keys))
+            which = np.flatnonzero(lent.there & good)
+            which = which[_fits(wanted, lent, which)]
+            if not len(which):
+                return done
+            objects = _objects(lent.place[which], lent.length[which], wanted, which)
+            bounds = [*range(0, len(which), GET_OBJECTS), len(which)]
+            before: tuple[Ints, Crossing] | None = None
+            for (first, last), part in zip(pairwise(bounds), objects.parts(bounds), strict=True):
+                crossing = self._bus.back(part, CHUNK_BYTES, deadline)
+                under_way.callback(crossing.close)
                 if before is not None:
-                    done.append(before.end())
-                before = get
+                    done[_arrived(lent, *before)] = True
+                before = which[first:last], crossing
             if before is not None:
-                done.append(before.end())
-        return np.concatenate(done) if done else np.zeros(0, dtype=bool)
+                done[_arrived(lent, *before)] = True
+        return done
 
 
 class _Put:
@@ -183,15 +193,8 @@ class _Put:
         """after  the driver's event from which on the bytes are final; 0: they are"""
         if not len(self._which):
             return
-        some = [self.objects[i] for i in self._which.tolist()]
-        moved = BusObjects(
-            self._granted.places(self._sizes),
-            self._sizes,
-            np.array([len(ranges.length) for ranges in some], dtype=np.int64),
-            np.concatenate(by_lengths(some, lambda length: np.cumsum(length) - length)),
-            np.concatenate([ranges.address for ranges in some]),
-            np.concatenate([ranges.length for ranges in some]),
-        )
+        places = self._granted.places(self._sizes)
+        moved = _objects(places, self._sizes, self.objects, self._which)
         try:
             self._crossing = bus.out(moved, CHUNK_BYTES, deadline, after)
         except TransferError as error:
@@ -216,70 +219,60 @@ class _Put:
         self._open.close()
 
 
-class _Get:
-    """A part of a batch: objects are found, cross the bus, and are compared with their headers."""
+def _objects(
+    place: Ints, size: Ints, parts: Sequence[Ranges] | Sequence[Slices], which: Ints
+) -> BusObjects:
+    """Those parts that are named, with the places of their objects on the host."""
+    count = len(which)
+    if isinstance(parts, Alike):
+        runs = np.full(count, len(parts.length))
+        offset, length = np.tile(parts.offset, count), np.tile(parts.length, count)
+        return BusObjects(place, size, runs, offset, parts.address[which].reshape(-1), length)
+    some = [parts[i] for i in which.tolist()]
+    if isinstance(some[0], Slices):
+        offsets = [one.offset for one in some if isinstance(one, Slices)]
+    else:
+        offsets = by_lengths(some, lambda length: np.cumsum(length) - length)
+    return BusObjects(
+        place,
+        size,
+        np.array([len(one.length) for one in some], dtype=np.int64),
+        np.concatenate(offsets),
+        np.concatenate([one.address for one in some]),
+        np.concatenate([one.length for one in some]),
+    )
 
-    def __init__(self, store: EmbeddedStore, keys: Sequence[str]) -> None:
-        self._open = contextlib.ExitStack()
-        self._lent: Lent = self._open.enter_context(store.lending(keys))
-        self._which: Ints = np.zeros(0, dtype=np.int64)
-        self._crossing: Crossing | None = None
 
-    def begin(self, bus: Bus, wanted: Sequence[Slices], good: Bools, deadline: float) -> None:
-        lent = self._lent
-        which = np.flatnonzero(lent.there & good)
-        which = which[_fits(wanted, lent, which)]
-        if not len(which):
-            return
-        some = [wanted[i] for i in which.tolist()]
-        moved = BusObjects(
-            lent.place[which],
-            lent.length[which],
-            np.array([len(w.length) for w in some], dtype=np.int64),
-            np.concatenate([w.offset for w in some]),
-            np.concatenate([w.address for w in some]),
-            np.concatenate([w.length for w in some]),
-        )
-        self._crossing, self._which = bus.back(moved, CHUNK_BYTES, deadline), which
-
-    def end(self) -> Bools:
-        """Wait for it; which objects are in their places."""
-        lent, which = self._lent, self._which
-        done = np.zeros(len(lent.rows), dtype=bool)
-        try:
-            if self._crossing is not None:
-                found = self._crossing.finish()
-                expected = np.concatenate([lent.sums[i] for i in which.tolist()])
-                counts = hashes_of(lent.length[which], CHUNK_BYTES)
-                right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
-                which = which[right & lent.still(which)]
-                lent.used(which)
-                done[which] = True
-        finally:
-            self.close()
-        return done
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._crossing is not None:
-            self._crossing.close()
-            self._crossing = None
-        self._open.close()
+def _arrived(lent: Lent, which: Ints, crossing: Crossing) -> Ints:
+    """Wait for these objects; those that are in their places."""
+    found = crossing.finish()
+    expected = np.concatenate([lent.sums[i] for i in which.tolist()])
+    counts = hashes_of(lent.length[which], CHUNK_BYTES)
+    right = np.logical_and.reduceat(found == expected, np.cumsum(counts) - counts)
+    there = which[right & lent.still(which)]
+    lent.used(there)
+    return there
 
 
 def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
     """Which of these want parts, all inside of their object, whose length a device hashes."""
-    fits = np.zeros(len(which), dtype=bool)
-    ends: dict[tuple[int, int], tuple[int, int]] = {}
-    for at, i in enumerate(which.tolist()):
-        need = wanted[i]
-        pair = id(need.offset), id(need.length)
-        if pair not in ends:
-            low = int(need.offset.min(initial=0))
-            ends[pair] = low, int((need.offset + need.length).max(initial=0))
-        low, end = ends[pair]
-        fits[at] = low >= 0 and 0 < end <= int(lent.length[i])
+    if isinstance(wanted, Alike):
+        spans = np.tile(_span(wanted), (len(which), 1))
+    else:
+        pairs = [(id(wanted[i].offset), id(wanted[i].length)) for i in which.tolist()]
+        ends: dict[tuple[int, int], list[int]] = {}
+        for pair, i in zip(pairs, which.tolist(), strict=True):
+            if pair not in ends:
+                ends[pair] = _span(wanted[i])
+        spans = np.array([ends[pair] for pair in pairs], dtype=np.int64).reshape(-1, 2)
+    fits = (spans[:, 0] >= 0) & (spans[:, 1] > 0) & (spans[:, 1] <= lent.length[which])
     if not takes(lent.length[which[fits]], CHUNK_BYTES):
         for at in np.flatnonzero(fits).tolist():
             fits[at] = takes(lent.length[which[at] : which[at] + 1], CHUNK_BYTES)
-    return fits
+    return np.asarray(fits)
+
+
+def _span(parts: Slices | Alike) -> list[int]:
+    """The lowest offset, and the end of the highest part."""
+    low = int(parts.offset.min(initial=0))
+    return [low, int((parts.offset + parts.length).max(initial=0))]

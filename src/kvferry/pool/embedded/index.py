@@ -61,6 +61,7 @@ from kvferry.pool.embedded.policy import LEARNED_FLOATS, History
 from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import open_private
 
+_POPULATE_WRITE = 23  # of madvise
 HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
 COUNTERS = (
@@ -217,6 +218,9 @@ class SharedIndex:
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
+        # Mapped now, or each new key costs a page fault in every array. Older kernels cannot.
+        with contextlib.suppress(OSError):
+            self._map.madvise(_POPULATE_WRITE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
         at = 0
 
