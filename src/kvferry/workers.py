@@ -22,6 +22,7 @@ leaves the caller's side of each one at its deadline.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -38,6 +39,7 @@ from kvferry.errors import Cancelled, HandoverError, KvferryError, StoreError
 
 log = logging.getLogger("kvferry")
 
+COMPILER_SECONDS = 20.0
 T = TypeVar("T")
 Work = Callable[[], None]
 
@@ -228,6 +230,14 @@ class Threads:
 
 
 _every: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+def start_compiler(compile_all: Work, name: str) -> None:
+    """Run a compiler on a daemon thread. A process that ends waits for it, up to a time: Triton's
+    aborts the process when its thread is ended in the middle."""
+    thread = threading.Thread(target=compile_all, name=name, daemon=True)
+    atexit.register(thread.join, COMPILER_SECONDS)
+    thread.start()
 
 
 def _begin_in_child() -> None:

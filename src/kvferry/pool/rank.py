@@ -362,9 +362,9 @@ class Saver:
                 put = StoreOperation("save_put", len(names), asked_bytes)
                 with self._counters.operation(put):
                     if self._fenced is not None and fence is not None:
-                        before = fence.waited
+                        over, begun = fence.waited, time.monotonic() - fence.began
                         outcomes = self._fenced.put_after(names, objects, deadline, fence)
-                        put.waited = fence.waited - before
+                        put.waited = 0.0 if over else max(0.0, fence.waited - begun)
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
@@ -389,19 +389,25 @@ class Saver:
 
 
 class _TimedFence:
-    """A fence that knows how long its job waited for it."""
+    """A fence that knows for how long its job had not more to do than to wait for it."""
 
     def __init__(self, fence: Fence) -> None:
-        self._fence, self.waited = fence, 0.0
+        self._fence, self.began = fence, time.monotonic()
+        self.waited = 0.0  # since it was made, until the step was over
 
     @property
     def event(self) -> int:
         return self._fence.event
 
     def wait(self) -> None:
-        began = time.monotonic()
+        before = time.monotonic()
         self._fence.wait()
-        self.waited += time.monotonic() - began
+        now = time.monotonic()
+        if not self.waited and now - before > LEAST_WAIT_SECONDS:  # it was not over before
+            self.waited = now - self.began
+
+
+LEAST_WAIT_SECONDS = 0.0005  # that say more than how busy the interpreter is
 
 
 def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:

@@ -563,25 +563,22 @@ class SaveJob:
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
 # has its blocks in any case.
-SOON_SECONDS = 0.1
+SOON_SECONDS = 0.2
 
 
 class SaveRate:
-    """Blocks a second that ranks save."""
+    """Blocks that ranks save in a time, by the last jobs. A store that ends none has no rate."""
 
     def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=9)
+        self._seen: deque[tuple[int, float]] = deque(maxlen=8)
 
     def add(self, blocks: int, seconds: float) -> None:
-        """A job that one rank has saved whole. Small ones say little."""
-        if blocks >= 16 and seconds > 0:
-            self._seen.append(blocks / seconds)
+        """A job that one rank has saved whole."""
+        self._seen.append((blocks, seconds))
 
     def blocks_in(self, seconds: float) -> int:
-        """Of a slow job among the last ones; 0: too few have been seen."""
-        if len(self._seen) < 3:
-            return 0
-        return int(sorted(self._seen)[len(self._seen) // 4] * seconds)
+        spent = sum(one[1] for one in self._seen)
+        return int(sum(one[0] for one in self._seen) / spent * seconds) if spent > 0 else 0
 
 
 # Loads

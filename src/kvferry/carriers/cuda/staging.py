@@ -46,6 +46,7 @@ from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
+from kvferry.workers import start_compiler
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
             if self._device is None:
                 self._device = device(found.ordinal)
                 self._pool = StagingPool(self._device)
-                threading.Thread(target=self._warm, name="kvferry-cuda-warm", daemon=True).start()
+                start_compiler(self._warm, "kvferry-cuda-warm")
         self._regions += regions
         self._memory = Mapped.of([(self._regions, 0)])
 

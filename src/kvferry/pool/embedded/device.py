@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -42,6 +41,7 @@ from kvferry.pool.store import (
     sizes_of,
 )
 from kvferry.pool.wrappers import StagedStore
+from kvferry.workers import start_compiler
 
 log = logging.getLogger("kvferry")
 # While the objects of one part cross the bus, those of the next one are found or reserved. Two
@@ -59,7 +59,7 @@ class DeviceStore(StagedStore):
     def __init__(self, store: EmbeddedStore, memory: Memory, bus: Bus) -> None:
         super().__init__(store, memory)
         self._embedded, self._bus = store, bus
-        threading.Thread(target=self._warm, name="kvferry-pool-warm", daemon=True).start()
+        start_compiler(self._warm, "kvferry-pool-warm")
         arena = store.arena_memory
         self._part_bytes = min(PART_BYTES, arena.bytes // PART_SHARE)
         store.before_unmapping(bus.close)
