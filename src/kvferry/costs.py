@@ -38,6 +38,8 @@ class CostLine:
         self._forget = forget_seconds
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=MOST)  # size, seconds, when
         self._fit: Fit | None = None
+        self._beside: Fit | None = None  # of `fit_beside`, for the slope that it was last asked for
+        self._beside_slope = math.nan
         self._new = False
 
     def add(self, size: float, seconds: float, now: float) -> None:
@@ -53,6 +55,7 @@ class CostLine:
         if self._new and len(self._seen) >= ENOUGH:
             sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
             self._fit = _fit(sizes, seconds)
+            self._beside_slope = math.nan
         self._new = False
         return self._fit
 
@@ -62,9 +65,12 @@ class CostLine:
         fit = self.fit()
         if fit is None or not fit.guessed or fit.slope <= slope:
             return fit
-        sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
-        fixed = min(most_fixed, max(0.0, float(np.median(seconds - slope * sizes))))
-        return Fit(fixed, max(slope, float(np.median((seconds - fixed) / sizes))), guessed=True)
+        if slope != self._beside_slope:
+            sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
+            fixed = min(most_fixed, max(0.0, float(np.median(seconds - slope * sizes))))
+            more = max(slope, float(np.median((seconds - fixed) / sizes)))
+            self._beside, self._beside_slope = Fit(fixed, more, guessed=True), slope
+        return self._beside
 
 
 def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:

@@ -41,7 +41,13 @@ from kvferry.router.cache.index import CacheIndex
 from kvferry.router.cache.prompts import LocalTokenizer, Prompts
 from kvferry.router.choice.choose import place
 from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
-from kvferry.router.choice.rates import EngineMetrics, FleetMeter, PrefillVisit, StreamVisit
+from kvferry.router.choice.rates import (
+    EngineMetrics,
+    FleetMeter,
+    PrefillVisit,
+    StreamVisit,
+    UsualRates,
+)
 from kvferry.router.engines import Fleet, FleetChange, UpstreamEngine
 
 log = logging.getLogger(__name__)
@@ -127,15 +133,17 @@ class Placing:
 
     def views(self) -> list[EngineView]:
         """All engines, as the choice sees them now."""
-        return [self.view(engine) for engine in self._fleet.engines]
+        usual = self.meters.usual()
+        return [self._view(engine, usual) for engine in self._fleet.engines]
 
-    def view(self, engine: UpstreamEngine) -> EngineView:
+    def _view(self, engine: UpstreamEngine, usual: UsualRates) -> EngineView:
         view = self.meters.view(
             engine.url,
             engine.roles,
             up=engine.room > 0,
             draining=engine.draining is not None,
             pooled=self.index.pooled(engine.url),
+            usual=usual,
         )
         weight = engine.spec.weight
         if weight == 1.0:
@@ -267,7 +275,12 @@ class Placement:
         """Of the prompt: as the engine says that computed it, else as was expected."""
         if self._cached is not None:
             return min(self._cached, self.tokens)
-        return 0 if self.decision is None else self.decision.chosen.cached_tokens
+        if self.decision is None:
+            return 0
+        chosen = self.decision.chosen
+        if self._computed_on not in (None, chosen.prefill or chosen.decode):
+            return self._held(self._computed_on)  # the chosen engine failed
+        return chosen.cached_tokens
 
     def choose(
         self, *, may_hand_over: bool, not_prefill: set[str], not_decode: set[str]
@@ -365,7 +378,7 @@ class Placement:
             self._stream = None
         self._events = 0
 
-    def _held(self, engine: str) -> int:
+    def _held(self, engine: str | None) -> int:
         """Leading tokens that an engine holds on its device."""
         return max(
             (h.tokens for h in self._holdings if h.engine == engine and h.tier == "gpu"), default=0

@@ -271,9 +271,14 @@ class FleetMeter:
         up: bool = True,
         draining: bool = False,
         pooled: bool = False,
+        usual: UsualRates | None = None,
     ) -> EngineView:
-        """An engine as the choice sees it. `pooled`: it reads the pool."""
-        meter, usual = self[engine], self._usual()
+        """An engine as the choice sees it.
+
+        pooled  it reads the pool
+        usual   of `usual`, where that was asked already
+        """
+        meter, usual = self[engine], usual or self.usual()
         metrics = meter.metrics
         step = meter.step_seconds(usual.step, more=1)
         return EngineView(
@@ -293,10 +298,10 @@ class FleetMeter:
             pool=POOL_LOAD if pooled else None,
         )
 
-    def _usual(self) -> _Usual:
+    def usual(self) -> UsualRates:
         """What engines cost of which little is known: the median of the others."""
         fits = [meter.fits() for meter in self._meters.values()]
-        return _Usual(
+        return UsualRates(
             _median((f.prefill for f in fits), _DEFAULT.prefill),
             _median((f.step for f in fits), _DEFAULT.step),
             _median((f.receive for f in fits), _DEFAULT.receive),
@@ -311,13 +316,15 @@ class _Fits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Usual:
+class UsualRates:
+    """What an engine costs until more is known of it."""
+
     prefill: Fit
     step: Fit
     receive: Fit
 
 
-_DEFAULT = _Usual(
+_DEFAULT = UsualRates(
     Fit(PREFILL.fixed_seconds, PREFILL.token_seconds),
     Fit(STEP_SECONDS, STEP_GROWTH_SECONDS),
     Fit(TRANSFER.fixed_seconds, TRANSFER.token_seconds),
