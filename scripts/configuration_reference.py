@@ -268,6 +268,8 @@ ROUTER: Mapping[str, str] = {
     "max_running": "Requests at one engine. While all decode engines are at this limit, requests "
     "wait in line; a prefill engine at its limit is not asked.",
     "max_queued": "Requests in that line; more are answered 429.",
+    "max_index_blocks": "Blocks of engines' caches that the router knows, of all engines together. "
+    "The engine with the most loses its oldest ones first.",
     "max_connections": "Connections of clients; fewer where the limit of descriptors is low.",
     "max_viewers": "Browsers that follow the router's page; more are answered 429, and ask now "
     "and then.",
@@ -301,6 +303,8 @@ ROUTER: Mapping[str, str] = {
     "fail_after": "Failures in a row that take an engine out; a refused connection counts fully.",
     "recover_after": "Good probes in a row that bring it back.",
     "reload_seconds": "Between two looks at files that may change: fleet, API keys, engines' key.",
+    "tokenize_seconds": "For an engine to tokenize a prompt; after that it is placed by load.",
+    "metrics_seconds": "Between two looks at an engine's metrics.",
     "dns_seconds": "Between two lookups of a name, `dns://name:port`.",
     "trial_seconds": "How long an engine that failed its trials stays out, at most.",
 }

@@ -385,6 +385,13 @@ class Status:
         add("choices_total", "counter", "Requests by how they were placed.", ways)
         asked = by("how", placing.prompts.counts)
         add("tokenized_total", "counter", "Prompts by how their tokens were found.", asked)
+        known, lost = {}, {}
+        for url, stats in placing.index.stats().items():
+            engine = f'engine="{_escape(url)}"'
+            known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
+            lost[f"{{{engine}}}"] = stats.lost_events
+        add("cache_blocks", "gauge", "Blocks that the router believes an engine holds.", known)
+        add("cache_lost_events_total", "counter", "Batches of KV events that were lost.", lost)
         text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
