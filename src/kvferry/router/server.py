@@ -113,11 +113,11 @@ class RouterServer(uvicorn.Server):
             sys.exit(STARTUP_FAILURE)
         await super().startup(sockets=mine)
         port = mine[0].getsockname()[1]
-        scheme = "http" if listen.tls_cert is None else "https"
-        log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
         self._door = _Door.open(door_path or _door_path(listen.host, port), mine, self._leave)
         if taken:
             await asyncio.to_thread(taken.ready)
+        scheme = "http" if listen.tls_cert is None else "https"
+        log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._door is not None:
@@ -180,7 +180,10 @@ class _Taken:
     def ready(self) -> None:
         """Tell the other router that this one accepts connections now."""
         with self.door:
-            self.door.sendall(_READY)
+            try:
+                self.door.sendall(_READY)
+            except OSError as error:  # it ended, or gave up; the port is this router's too
+                log.warning("the other router did not hear that this one is ready: %s", error)
 
 
 def _take_over(path: Path) -> _Taken | None:
