@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvferry.errors import DescriptionError
-from kvferry.router.cache import index as index_module
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.index import PENDING_SECONDS, CacheIndex, Cleared, Removed, Stored
 
@@ -402,7 +401,7 @@ def test_ranks_of_one_engine() -> None:
     a.store(tokens[:8])
     index.told(other, [a.stored(tokens[:20])])
     assert held(index, tokens) == {("a", "gpu"): 20}
-    other.state, a.part.state = "live", "lost"
+    other.view, a.part.view = "live", "lost"
     stats = index.stats()["a"]
     assert (stats.state, stats.blocks, stats.events) == ("lost", 7, 2)
     index.missed("a", prompt(tokens), 0)  # which of the ranks served it is not known
@@ -474,7 +473,6 @@ def test_hostile_events_do_not_grow_the_index() -> None:
     for size in range(5, 100):
         index.told(a.part, [Stored([8], None, [1] * size, size, medium="GPU", group_idx=size % 60)])
     assert len(index._walks) <= 16 and len(index) <= 30
-    assert held(index, tokens)["a", "gpu"] == 40 if len(a.part.slots) == 1 else True
     with pytest.raises(DescriptionError, match="most_blocks must be 1"):
         CacheIndex(0)
     with pytest.raises(ValueError, match="token ids must be"):
@@ -561,7 +559,7 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
 
 
 def test_a_long_prompt_over_many_engines_is_looked_up_quickly() -> None:
-    """Measured: 0.5 ms for 131,072 tokens in 8,192 blocks over 16 engines, 200 bytes for a block."""
+    """Measured: 1.3 ms for 131,072 tokens in 8,192 blocks, beside a million other blocks."""
     index, tokens = CacheIndex(), numbers(131_072)
     chain = prompt([*tokens, 1])
     for n in range(16):
@@ -577,6 +575,7 @@ def test_a_long_prompt_over_many_engines_is_looked_up_quickly() -> None:
 
 
 def test_a_block_takes_little_memory() -> None:
+    """Measured: 200 bytes, of a million blocks."""
     index = CacheIndex()
     a = Told(index, "a", size=16)
     batches = [[a.stored(numbers(1600, seed))] for seed in range(200)]
@@ -587,4 +586,3 @@ def test_a_block_takes_little_memory() -> None:
     tracemalloc.stop()
     assert len(index) == 20_000
     assert used / len(index) < 300
-    assert index_module.PENDING_SECONDS > 0

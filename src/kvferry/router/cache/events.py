@@ -67,6 +67,7 @@ _SETTLE_SECONDS = 0.5  # after which a new connection surely carries all that is
 _END = b"\xff" * 8  # the number after the last batch of a replay
 _HEARTBEAT_SECONDS = 10  # by which a connection to a machine that is gone is noticed
 _DIGEST_BYTES = 16
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ class EventStream:
         self._heard = -1  # number of the last batch that the publisher sent by itself
         self._connections = 0
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
-        self._settled_at = 0.0
+        self._unanswered = False  # the last replay
+        self._settled_at = 0.0  # when to ask once more after a connection was made
         self._restarted = False
         self._slice_began = 0.0
 
@@ -174,8 +176,8 @@ class EventStream:
             while True:
                 try:
                     await self._follow(context)
-                except zmq.ZMQError as error:
-                    log.warning("events of %s: %s", self._part.engine, error)
+                except Exception:  # without the stream, the engine's part would never change again
+                    log.exception("the events of %s broke the stream", self._part.engine)
                     self._begin_again()
                     await asyncio.sleep(self._first_retry_seconds)
         finally:
@@ -240,12 +242,11 @@ class EventStream:
         if self._begun and number <= self._last:
             return  # a replay had it already
         if not self._begun or number > self._last + 1:
-            missing = number - self._last - 1 if self._begun else 0
-            if self._replay_at is None and self._source.replay is not None:
+            if self._source.replay is not None and not self._unanswered:
                 self._replay_at = 0.0
-            if self._replay_at == 0.0:
                 return  # the replay will have this batch too
             if self._begun:
+                missing = number - self._last - 1
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
             self._begin(number - 1)
@@ -275,7 +276,7 @@ class EventStream:
         self._index.forget_part(self._part)
         self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
         if self._source.replay is not None:
-            self._replay_at, self._retry_seconds = 0.0, self._first_retry_seconds
+            self._replay_at, self._unanswered = 0.0, False
 
     def _note_restart(self) -> None:
         log.info("the engine %s restarted: its events began again", self._part.engine)
@@ -292,8 +293,8 @@ class EventStream:
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything that was missed."""
-        part, before = self._part, self._part.state
-        part.state = "replaying"
+        part, before = self._part, self._part.view
+        part.replaying = True
         part.replays += 1
         try:
             async with asyncio.timeout(self._replay_seconds):
@@ -309,15 +310,15 @@ class EventStream:
                 self._begun = False
             elif not self._begun and before == "live":
                 self._index.incomplete(part)
+            self._unanswered = True
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
         else:
-            self._retry_seconds = self._first_retry_seconds
+            self._unanswered, self._retry_seconds = False, self._first_retry_seconds
             now = time.monotonic()
             self._replay_at = self._settled_at if now < self._settled_at else None
         finally:
-            if part.state == "replaying":
-                part.state = before
+            part.replaying = False
 
     async def _replay(self, context: zmq.asyncio.Context) -> bool:
         """One answer, applied. False: it has to be asked again.
@@ -408,11 +409,11 @@ def decode(payload: bytes) -> Batch | None:
     """
     try:
         return Batch(_MAPS.decode(payload).events, 0)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         pass
     try:
         raw = _RAW.decode(payload).events
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
     events: list[Event] = []
     unreadable = 0
@@ -421,7 +422,7 @@ def decode(payload: bytes) -> Batch | None:
             first = bytes(event)[0]
             is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)  # msgpack's marks
             events.append(_ARRAY.decode(event) if is_array else _MAP.decode(event))
-        except (msgspec.DecodeError, RecursionError):
+        except _UNREADABLE:
             unreadable += 1
     return Batch(events, unreadable)
 

@@ -150,13 +150,14 @@ class Part:
     pool: str
     capacity_blocks: int
     estimate_tokens: int  # in one block of an estimate
-    state: State = "estimated"
+    view: Literal["live", "estimated", "lost"] = "estimated"
+    replaying: bool = False
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
     blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
     estimate: Slot | None = None
     estimates: dict[bytes, float] = field(default_factory=dict)  # and when they end
-    known_in_a_row: int = 0  # removals, while the state is "lost"
+    known_in_a_row: int = 0  # removals, while the view is "lost"
     events: int = 0
     lost_events: int = 0
     replays: int = 0
@@ -166,6 +167,10 @@ class Part:
     unplaced: int = 0
     forgotten: int = 0
     missed: int = 0
+
+    @property
+    def state(self) -> State:
+        return "replaying" if self.replaying else self.view
 
     @property
     def known(self) -> int:
@@ -231,8 +236,7 @@ class CacheIndex:
     def forget_part(self, part: Part) -> None:
         self._retire(part, list(part.slots))
         part.known_in_a_row = 0
-        if part.state != "replaying":
-            part.state = "estimated"
+        part.view = "estimated"
         self._forget_estimates(part)
 
     def stats(self) -> dict[str, IndexStats]:
@@ -302,7 +306,7 @@ class CacheIndex:
             self._forget_estimates(part)
             part.estimate = Slot(engine, "gpu", 0, size, self._new_bit(), estimated=True)
             self._plan_walks()
-        ends = self._clock() + PENDING_SECONDS if part.state == "live" else math.inf
+        ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
         bits = part.estimate.bits
         # The last block goes in first: of one prompt, it is also the first to leave.
         for digest in reversed(chain.digests(size)):
@@ -350,13 +354,13 @@ class CacheIndex:
 
     def whole(self, part: Part) -> None:
         """The part holds all that its engine holds: every event since the engine's start."""
-        if part.state != "live":
-            part.state = "live"
+        if part.view != "live":
+            part.view = "live"
             self._forget_estimates(part)
 
     def incomplete(self, part: Part) -> None:
         """The engine may hold more than the part: it was told of earlier."""
-        part.state = "lost"
+        part.view = "lost"
         part.known_in_a_row = 0
 
     def _stored(self, part: Part, event: Stored, batch: Sequence[Event]) -> None:
@@ -458,7 +462,7 @@ class CacheIndex:
                 if not mask & self._bits_of(part, slot.block_tokens):
                     del blocks[name]
                     self._size -= 1
-            if tier == "gpu" and part.state == "lost":
+            if tier == "gpu" and part.view == "lost":
                 part.known_in_a_row = part.known_in_a_row + 1 if found else 0
                 if part.known_in_a_row >= _TURNED_OVER:
                     self.whole(part)
