@@ -355,9 +355,6 @@ def test_an_engine_without_events_is_estimated() -> None:
     assert index.stats()["a"].estimated_blocks == 12 == len(index)
     index.forget("a")
     assert held(index, tokens) == {} and len(index) == 0
-    # of images, the router knows too little
-    index.sent("a", PromptChain(Namespace(), tokens, partial=True))
-    assert held(index, tokens) == {}
 
 
 def test_what_was_just_sent_counts_until_events_come() -> None:

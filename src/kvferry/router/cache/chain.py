@@ -37,20 +37,13 @@ class Namespace:
 
 
 class PromptChain:
-    """The tokens of one prompt, and the digests of its blocks.
+    """The tokens of one prompt, and the digests of its blocks."""
 
-    `partial` marks a prompt that holds more than its tokens, such as images: what the router has
-    sent of it says nothing about another prompt with the same tokens.
-    """
+    __slots__ = ("_digests", "_packed", "namespace", "tokens")
 
-    __slots__ = ("_digests", "_packed", "namespace", "partial", "tokens")
-
-    def __init__(
-        self, namespace: Namespace, token_ids: Iterable[int], *, partial: bool = False
-    ) -> None:
+    def __init__(self, namespace: Namespace, token_ids: Iterable[int]) -> None:
         """Raises ValueError for what cannot be a token."""
         self.namespace = namespace
-        self.partial = partial
         self._packed = pack(token_ids)
         self.tokens = len(self._packed) // _TOKEN_BYTES
         self._digests: dict[int, list[bytes]] = {}

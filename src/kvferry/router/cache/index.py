@@ -297,8 +297,6 @@ class CacheIndex:
 
     def sent(self, engine: str, chain: PromptChain) -> None:
         """A prompt was sent to an engine, which will hold it soon."""
-        if chain.partial:
-            return
         part = self.part(engine)
         told = part.slots.get(("gpu", 0))
         size = told.block_tokens if told is not None else part.estimate_tokens
