@@ -48,12 +48,12 @@ class Engine:
         self.keys.append(dict(scope["headers"]).get(b"authorization", b"").decode())
         if self.hang:
             await asyncio.sleep(60)
-        status, answer = 200, self.answer(path, body)
         if self.script and path != "/v1/models":
             given = self.script.pop(0)
             status, answer = (given, b"{}") if isinstance(given, int) else (200, given)
-        elif answer is None:
-            status, answer = 404, b"{}"
+        else:
+            found = self.answer(path, body)
+            status, answer = (404, b"{}") if found is None else (200, found)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": answer})
 
