@@ -284,6 +284,27 @@ def test_windows_shorten_a_prefix(order: tuple[int, int]) -> None:
     assert held(index, tokens) == {}
 
 
+def test_skipped_blocks_are_found_by_their_hashes() -> None:
+    """A salted prompt has the same tokens, other hashes, and another place."""
+    index, tokens = CacheIndex(), numbers(40)
+    a = Told(index, "a")
+    batch = []
+    for salt, keys in ((None, None), ("s", [("s",), *[None] * 9])):
+        window = {"kv_cache_spec_kind": WINDOW, "kv_cache_spec_sliding_window": 7}
+        short = a.stored(tokens, group_idx=1, hash_salt=salt, **window)
+        short.block_hashes = short.block_hashes[6:8]
+        full = a.stored(tokens, hash_salt=salt, extra_keys=keys, kv_cache_spec_kind=FULL)
+        batch += [short, full]
+    index.told(a.part, batch)
+    assert held(index, tokens) == held(index, tokens, salt="s") == {("a", "gpu"): 32}
+    # of windows alone, nobody knows which blocks they are
+    b = Told(index, "b")
+    alone = b.stored(tokens, **window)
+    alone.block_hashes = alone.block_hashes[6:8]
+    index.told(b.part, [alone])
+    assert ("b", "gpu") not in held(index, tokens) and b.part.unplaced == 2
+
+
 def test_a_state_is_needed_where_a_prefix_ends() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")

@@ -13,7 +13,8 @@ there are. Engines whose blocks have another size need a walk of their own.
 
 Groups: a prefix is as long as its full-attention groups are. A window group must hold the last
 blocks before the prefix ends, a state group the block at which it ends; else the prefix is shorter.
-Groups of other kinds are not looked at, so there the answer is an upper bound.
+Groups of other kinds are not looked at, so there the answer is an upper bound. A model with windows
+only skips blocks, and its events do not tell which ones: those have no place in the index.
 
 Removals name a block by the engine's hash, so each engine has a dictionary from hash to digest. A
 hash that two of an engine's blocks have is counted. Forgetting an engine takes its bits out of use
@@ -62,7 +63,7 @@ _STATE = ("mamba",)
 class Stored(msgspec.Struct, tag="BlockStored"):
     """Blocks that follow each other, as vLLM publishes them.
 
-    There may be fewer hashes than blocks: groups that need only the end of a prompt skip others.
+    There may be fewer hashes than blocks: groups that need only some blocks skip the others.
     """
 
     block_hashes: list[Hash]
@@ -395,44 +396,36 @@ class CacheIndex:
         count, rest = divmod(len(event.token_ids), size)
         if None not in known or rest or count < len(hashes):
             return known
-        skipped = count - len(hashes)
-        if skipped:
-            # Another group tells of the same blocks, without a gap.
+        if count > len(hashes):
+            # Which blocks were skipped is not told. A group that skips none has the same hashes.
+            places = dict(zip(hashes, known, strict=True))
             for other in batch:
                 if (
                     isinstance(other, Stored)
-                    and len(other.block_hashes) == count
-                    and (other.block_size, other.parent_block_hash) == (size, parent)
-                    and other.token_ids == event.token_ids
+                    and len(other.token_ids) == size * len(other.block_hashes)
+                    and not places.keys().isdisjoint(other.block_hashes)
                 ):
-                    places = dict(
-                        zip(other.block_hashes, self._place(part, slot, other, batch), strict=True)
-                    )
-                    return [places.get(name) for name in hashes]
+                    of_other = self._place(part, slot, other, batch)
+                    places |= dict(zip(other.block_hashes, of_other, strict=True))
+            return [places[name] for name in hashes]
         extras = _extras(event)
         if extras is None:
             return known
         first = 0
-        if parent is not None:
-            start = blocks.get(parent)
-            if start is None and not skipped:
-                # Blocks before the first known one have no place; the others follow it.
-                first = next((n + 1 for n, digest in enumerate(known) if digest), 0)
-                start = known[first - 1] if first else None
+        if parent is None:  # the salt is told with the first block
+            start: bytes | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
         else:
-            # The salt is told with the first block.
-            names = Namespace(part.model, event.lora_name or "", extras.salt)
-            start = None if skipped else names.seed
+            start = blocks.get(parent)
+        if start is None:
+            # Blocks before the first known one have no place; the others follow it.
+            first = next((n + 1 for n, digest in enumerate(known) if digest), 0)
+            start = known[first - 1] if first else None
         if start is None:
             return known
-        # Without another group, the skipped blocks are those before the end.
-        of_blocks = [b""] * skipped + extras.of_blocks
         packed = pack(event.token_ids[first * size :])
-        fresh = extend(start, packed, size, of_blocks[first:] if any(of_blocks) else ())
-        fresh = fresh[skipped:]
-        return [
-            digest or (fresh[n - first] if n >= first else None) for n, digest in enumerate(known)
-        ]
+        of_blocks = extras.of_blocks[first:]
+        fresh = extend(start, packed, size, of_blocks if any(of_blocks) else ())
+        return known[:first] + [old or new for old, new in zip(known[first:], fresh, strict=True)]
 
     def _removed(self, part: Part, event: Removed) -> None:
         tier = _tier(event.medium, event.locality)
