@@ -153,6 +153,11 @@ async def test_an_engine_that_does_not_render_tokenizes(engine: Engine, prompts:
     for text in ("a", "b", "c"):
         assert await ask(prompts, engine, prompt=text) is None
     assert engine.asked("/tokenize") == 3  # once more since then
+    # vLLM's word for "not switched on"
+    engine.ways = ("tokenize",)
+    prompts.forget(engine.url)
+    engine.script = [403]
+    assert same(await ask(prompts, engine, prompt="d"), "d")
 
 
 @with_engine
@@ -258,7 +263,7 @@ async def test_an_engine_that_fails_is_left_alone_for_a_while(
     prompts.forget(engine.url)
     assert same(await ask(prompts, engine, prompt="hello"), "hello")
     # what a client does wrong is no failure of the engine
-    engine.script = [400, 401, 403, 422, 400]
+    engine.script = [400, 401, 413, 422, 400]
     for text in "efghi":
         assert await ask(prompts, engine, prompt=text) is None
     assert same(await ask(prompts, engine, prompt="j"), "j")

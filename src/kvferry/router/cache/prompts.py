@@ -2,9 +2,9 @@
 """The tokens of a request, as its engine will see them.
 
     token ids      are taken as they are
-    text, chats    an engine is asked: `/render` applies its chat template to the request itself;
-                   engines without it have `/tokenize`. Or the model's own tokenizer does it here,
-                   when the router was given one
+    text, chats    an engine is asked: `/render` does with the request what the engine will do.
+                   vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
+                   own tokenizer does it here, when the router was given one
 
 An adapter's name in `model` and a `cache_salt` are part of the prompt's namespace. Which names are
 adapters, engines say at `/v1/models`.
@@ -52,7 +52,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
-_RECHECK_SECONDS = 60.0  # after which an engine without a way to tokenize is asked again
+_RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
 _MOST_ENGINES = 1024
 _MOST_MODELS = 10_000
 _MOST_ANSWER_BYTES = 64 << 20
@@ -207,7 +207,7 @@ class Prompts:
         if model not in engine.parents and now - engine.looked_at > _REFRESH_SECONDS:
             engine.looked_at = now
             answer = await self._call("GET", f"{engine.url}/v1/models", b"", headers)
-            cards = _MODELS.decode(answer.body).data[:_MOST_MODELS] if answer.body else []
+            cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
                 engine.parents[""] = ""  # a request without a model
@@ -219,29 +219,33 @@ class Prompts:
 
     async def _ask(self, engine: _Engine, asked: _Asked, headers: Headers) -> list[int] | None:
         now = time.monotonic()
-        if engine.renders:
+        if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
-            answer = await self._call("POST", url, asked.to_render(), headers)
-            if answer.status not in _NOT_THERE:
+            answer = await self._call("POST", url, asked.to_render(), headers, (*_NOT_THERE, 403))
+            if answer:
                 if asked.path == CHAT:
-                    return _RENDERED.decode(answer.body).token_ids
-                (only,) = _RENDERED_ALL.decode(answer.body)
+                    return _RENDERED.decode(answer).token_ids
+                (only,) = _RENDERED_ALL.decode(answer)
                 return only.token_ids
-            engine.renders = False
-        if not engine.tokenizes and now < engine.recheck_at:
+            engine.render_at = now + _RECHECK_SECONDS
+        if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
             return None
-        if asked.truncated:
-            return None  # /tokenize leaves the whole prompt
         answer = await self._call("POST", f"{engine.url}/tokenize", asked.to_tokenize(), headers)
-        engine.tokenizes = answer.status not in _NOT_THERE
-        if not engine.tokenizes:
-            engine.renders, engine.recheck_at = True, now + _RECHECK_SECONDS
-            log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
-            return None
-        return _TOKENIZED.decode(answer.body).tokens
+        if answer:
+            return _TOKENIZED.decode(answer).tokens
+        engine.tokenize_at = now + _RECHECK_SECONDS
+        log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
+        return None
 
-    async def _call(self, method: str, url: str, body: bytes, headers: Headers) -> _Answered:
-        """An answer of 2xx, or one that says that there is no such thing.
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        absent: tuple[int, ...] = _NOT_THERE,
+    ) -> bytes:
+        """An answer of 2xx; an empty one if the status says that there is no such thing.
 
         Raises ValueError if the engine refuses the request, and _Broken if it fails.
         """
@@ -249,8 +253,8 @@ class Prompts:
         request = httpx.Request(method, url, headers=[*headers, *kind], content=body)
         response = await self._client.send(request, stream=True)
         try:
-            if response.status_code in _NOT_THERE:
-                return _Answered(response.status_code, b"")
+            if response.status_code in absent:
+                return b""
             if not response.is_success:
                 why = f"{url} answered {response.status_code}"
                 raise ValueError(why) if response.is_client_error else _Broken(why)
@@ -260,7 +264,7 @@ class Prompts:
                 if size > _MOST_ANSWER_BYTES:
                     raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
                 parts.append(part)
-            return _Answered(response.status_code, b"".join(parts))
+            return b"".join(parts)
         finally:
             await response.aclose()
 
@@ -341,9 +345,8 @@ class _Engine:
     url: str
     parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
     looked_at: float = float("-inf")
-    renders: bool = True
-    tokenizes: bool = True
-    recheck_at: float = 0.0
+    render_at: float = 0.0  # from when on it may be asked
+    tokenize_at: float = 0.0
     failures: int = 0  # in a row
     paused_until: float = 0.0
 
@@ -361,12 +364,6 @@ class _Engine:
 
 class _Broken(Exception):
     """An engine's answer is of no use."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    status: int
-    body: bytes
 
 
 class _Asked:
