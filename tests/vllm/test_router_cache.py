@@ -166,13 +166,14 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     words = [" ".join(f"t{(7 * n + seed) % 500 + 3}" for n in range(150)) for seed in range(3)]
     system = {"role": "system", "content": words[0]}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tools = {"tools": [tool], "tool_choice": "none", "chat_template_kwargs": {"x": 1}}
     turns = [system, {"role": "user", "content": words[1]}]
     asked: list[tuple[str, dict[str, Any]]] = [
         (COMPLETION, {"prompt": words[0]}),
         (COMPLETION, {"prompt": list(range(10, 200))}),
         (COMPLETION, {"prompt": f"{words[0]} {words[2]}", "add_special_tokens": False}),
         (CHAT, {"messages": turns}),
-        (CHAT, {"messages": turns, "tools": [tool], "chat_template_kwargs": {"x": 1}}),
+        (CHAT, {"messages": turns, **tools}),
         (CHAT, {"messages": [*turns, {"role": "user", "content": words[2]}]}),
         (CHAT, {"messages": turns, "cache_salt": "secret"}),
         (CHAT, {"messages": turns, "add_generation_prompt": False, "reasoning_effort": "low"}),
