@@ -321,6 +321,7 @@ def test_a_restart_is_noticed_when_the_engine_is_back(replay: bool) -> None:
             await w.restart()
             await w.until(lambda: w.stats.blocks == 0)
             assert w.stats.state == ("live" if replay else "lost")
+            assert w.stats.restarts == int(replay)
             await w.connected()
             await w.publisher.publish(stored(7))
             await w.until(lambda: w.held(7) == 12)
@@ -434,14 +435,12 @@ async def test_a_long_replay_leaves_time_for_requests(w: World) -> None:
     for seed in range(400):
         await w.publisher.publish(stored(seed, blocks=100))
     w.follow()
-    loop = asyncio.get_running_loop()
-    longest = 0.0
+    seen = set()
     while w.stats.state != "live":
-        begun = loop.time()
+        seen.add(w.stats.blocks)
         await asyncio.sleep(0)
-        longest = max(longest, loop.time() - begun)
     assert w.stats.blocks == 40_000
-    assert longest < 0.1  # one turn of the loop; all of it takes much longer
+    assert len(seen) > 200  # others had their turn between batches
 
 
 def test_ranks_publish_at_the_next_ports() -> None:

@@ -435,12 +435,12 @@ def test_a_lost_view_is_whole_again_when_the_engine_has_turned_over() -> None:
     prompts = [numbers(40, seed) for seed in range(20)]
     for tokens in prompts:
         a.store(tokens)
-    for tokens in prompts[:3]:
+    for tokens in prompts[:8]:
         a.remove(numbers(4, seed=1000))  # stored before the events were lost
         for block in range(10):
             a.remove(tokens[: 4 * block + 4])
     assert a.part.state == "lost"
-    for tokens in prompts[3:10]:
+    for tokens in prompts[8:15]:
         for block in range(10):
             a.remove(tokens[: 4 * block + 4])
     assert a.part.state == "live"

@@ -29,7 +29,7 @@ What happens:
     `restarted`, from whoever knows      forget at once, replay from 0
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
-stream.
+stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ _MOST_RANKS = 1024
 _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
 _POLL_SECONDS = 0.5  # after which the stream looks whether anything was asked of it
-_SLICE_SECONDS = 0.002  # of work, after which the router's requests have their turn
 _REPLAY_SECONDS = 10.0  # for all of a replay
 _ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # each of which must bring the stream further
@@ -167,7 +166,6 @@ class EventStream:
         self._unanswered = False  # the last replay
         self._settled_at = 0.0  # when to ask once more after a connection was made
         self._restarted = False
-        self._slice_began = 0.0
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
@@ -210,7 +208,6 @@ class EventStream:
                     self._connected()
                 if socket in ready:
                     self._receive(await socket.recv_multipart())
-                await self._let_others_work()
         finally:
             socket.disable_monitor()
             watch.close(linger=0)
@@ -353,7 +350,6 @@ class EventStream:
                 if not first or known is None:
                     self._apply(number, payload)
                 first = False
-                await self._let_others_work()
         if first and known is not None:  # it has not published that much
             self._note_restart()
             return False
@@ -384,12 +380,6 @@ class EventStream:
             raise TimeoutError
         finally:
             socket.close(linger=0)
-
-    async def _let_others_work(self) -> None:
-        """Sockets that have messages do not wait, so the stream has to."""
-        if time.monotonic() - self._slice_began > _SLICE_SECONDS:
-            await asyncio.sleep(0)
-            self._slice_began = time.monotonic()
 
 
 # The wire
