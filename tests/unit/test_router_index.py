@@ -214,6 +214,21 @@ def test_engines_tell_of_one_pool_together() -> None:
     assert held(index, tokens) == {("b", "gpu"): 40, ("c", "pool"): 8}
 
 
+def test_engines_of_one_pool_have_other_block_sizes() -> None:
+    index, tokens = CacheIndex(), numbers(48)
+    a, b, c = Told(index, "a", 4), Told(index, "b", 12), Told(index, "c", 4)
+    a.store(tokens[:16], medium="STORAGE")
+    b.store(tokens[:36], medium="STORAGE")
+    assert held(index, tokens) == {("a", "pool"): 16, ("b", "pool"): 36}
+    c.store(tokens)
+    c.store(tokens, first=4, medium="STORAGE")
+    assert held(index, tokens) == {("c", "gpu"): 48, ("a", "pool"): 48, ("b", "pool"): 36}
+    index.forget("c")
+    assert held(index, tokens) == {("a", "pool"): 16, ("b", "pool"): 36}
+    b.remove(tokens[:12], medium="STORAGE")
+    assert held(index, tokens) == {("a", "pool"): 16}
+
+
 def test_engines_with_other_block_sizes() -> None:
     index, tokens = CacheIndex(), numbers(96)
     a, b, c = (Told(index, name, size) for name, size in (("a", 4), ("b", 16), ("c", 12)))

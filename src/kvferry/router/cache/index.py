@@ -31,7 +31,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -114,7 +114,7 @@ class IndexStats:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One group of one tier of one engine; of a pool: of all engines that tell of it."""
+    """One group of one tier of one engine; to look a pool up, of all engines that tell of it."""
 
     engine: str
     tier: Tier
@@ -191,7 +191,8 @@ class CacheIndex:
         self._where: dict[bytes, int] = {}  # a digest, and the bits of the slots that hold it
         self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
         self._parts: dict[tuple[str, int], Part] = {}
-        self._pools: dict[tuple[str, int], Slot] = {}  # by name and group
+        # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
+        self._pools: dict[tuple[str, int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
         self._used: set[bytes] = set()  # digests that were looked up
         self._forgotten: deque[tuple[int, list[bytes]]] = deque()  # bits, and where they may be set
@@ -291,8 +292,7 @@ class CacheIndex:
         for part in self._parts.values():
             if part.estimate is not None:
                 offer(part.engine, "gpu", [part.estimate], estimated=True)
-        for pool in {name for name, _ in self._pools}:
-            slots = [slot for (name, _), slot in self._pools.items() if name == pool]
+        for slots in self._pool_layouts():
             offer(self._teller(chain, slots), "pool", slots)
         return list(best.values())
 
@@ -448,8 +448,7 @@ class CacheIndex:
                 if copies:
                     continue
                 # A block that one engine did not find in the pool is not there for any.
-                pool = self._pools.get((part.pool, slot.group)) if tier == "pool" else None
-                mask = self._unset(digest, pool.bits if pool is not None else slot.bits)
+                mask = self._unset(digest, self._shared_bits(part, slot))
                 if not mask & self._bits_of(part, slot.block_tokens):
                     del blocks[name]
                     self._size -= 1
@@ -485,21 +484,16 @@ class CacheIndex:
             slot = Slot(part.engine, tier, group, size, self._new_bit(), kind, window)
             part.slots[tier, group] = slot
             if tier == "pool":
-                pool = self._pools.get((part.pool, group))
-                if pool is None or pool.block_tokens != size:
-                    pool = Slot("", "pool", group, size, 0, kind, window)
-                    self._pools[part.pool, group] = pool
-                pool.bits |= slot.bits
+                bits = self._pools.get((part.pool, group, size), 0) | slot.bits
+                self._pools[part.pool, group, size] = bits
             self._plan_walks()
         if slot.block_tokens > size:
             return None
         kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
         if kind is not None and (kind, window) != (slot.kind, slot.window_tokens):
-            of_group = [s for s in part.slots.values() if s.group == group]
-            if pool := self._pools.get((part.pool, group)):
-                of_group.append(pool)
-            for other in of_group:
-                other.kind, other.window_tokens = kind, window
+            for other in part.slots.values():
+                if other.group == group:
+                    other.kind, other.window_tokens = kind, window
             self._plan_walks()
         return slot
 
@@ -532,10 +526,25 @@ class CacheIndex:
             if not kept:
                 del part.blocks[size]
         part.copies = {key: count for key, count in part.copies.items() if not key[0] & gone}
-        for pool in self._pools.values():
-            pool.bits &= ~gone
+        self._pools = {key: left for key, bits in self._pools.items() if (left := bits & ~gone)}
         self._forgotten.append((gone, digests))
         self._plan_walks()
+
+    def _shared_bits(self, part: Part, slot: Slot) -> int:
+        """A slot's bits; in a pool, those of all engines whose blocks are the same."""
+        if slot.tier != "pool":
+            return slot.bits
+        return self._pools.get((part.pool, slot.group, slot.block_tokens), 0)
+
+    def _pool_layouts(self) -> list[list[Slot]]:
+        """The slots of each pool, once for each way in which engines cut it into blocks."""
+        layouts: dict[tuple[int, ...], list[Slot]] = {}
+        for part in self._parts.values():
+            own = [slot for slot in part.slots.values() if slot.tier == "pool"]
+            if own:
+                slots = [replace(slot, bits=self._shared_bits(part, slot)) for slot in own]
+                layouts[tuple(sorted(slot.bits for slot in slots))] = slots
+        return list(layouts.values())
 
     def _bits_of(self, part: Part, block_tokens: int) -> int:
         return sum(s.bits for s in part.slots.values() if s.block_tokens == block_tokens)
