@@ -653,16 +653,25 @@ class CacheIndex:
                 continue
             alive, held, digests = bits, 0, chain.digests(size)
             ended: list[tuple[int, int]] = []  # bits, and how many blocks they have in common
-            for digest in digests:
-                left = alive & get(digest, 0)
+            same: int | None = -1  # neighbours mostly have one mask, which is one object
+            for held, mask in enumerate(map(get, digests)):
+                if mask is same:
+                    continue
+                same = mask
+                left = alive & (mask or 0)
                 if left != alive:
                     ended.append((alive ^ left, held))
                     alive = left
                     if not alive:
                         break
-                held += 1
+            else:
+                held = len(digests)
             ended.append((alive, held))
-            if self._size > self.most_blocks // 2:
+            if (
+                held
+                and self._size > self.most_blocks // 2  # else nothing has to leave soon
+                and not self._used.issuperset((digests[0], digests[held - 1]))
+            ):
                 self._used.update(digests[:held])
             for which, blocks in ended:
                 for bit in _each_bit(which) if blocks else ():
