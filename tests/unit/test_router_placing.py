@@ -196,6 +196,19 @@ def test_a_failed_decode_engine_is_not_chosen_again_for_the_request():
         c.expect("retries_total", 'stage="decode"', count=1)
 
 
+def test_an_engine_that_failed_a_prompt_is_not_believed_to_hold_it():
+    with routed(0, 1) as c:
+        c.complete(prompt=ids(1, 320))
+        c.decode[0].script = ["500"]
+        assert c.complete(prompt=ids(1, 640)).status_code == 500
+        c.complete(prompt=ids(1, 960))
+        assert last_decision(c).chosen.cached_tokens == 320
+        with streams(c, 1):  # one that has begun to answer has computed its prompt
+            pass
+        c.complete(prompt=[*ids(900, 40), *ids(5, 40)])
+        assert last_decision(c).chosen.cached_tokens == 32
+
+
 def test_a_failed_prefill_engine_is_replaced():
     with routed(2, 1) as c, streams(c, 20):
         for engine in c.prefill:

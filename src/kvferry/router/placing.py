@@ -260,6 +260,7 @@ class Placement:
         self._prefill: PrefillVisit | None = None
         self._stream: StreamVisit | None = None
         self._computed_on: str | None = None
+        self._unsure: str | None = None  # was sent the prompt, and has not answered yet
         self._handed_tokens = 0  # that the decode engine loads from another one
         self._asked_at = 0.0
         self._events = 0
@@ -316,6 +317,7 @@ class Placement:
 
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
+        self._unsure = None
         self._computed()
         self._read_cached(answer)
 
@@ -331,8 +333,8 @@ class Placement:
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
             self._compute(engine, decoded_elsewhere=False)
-        elif self._chain is not None:
-            self._placing.index.sent(engine, self._chain)
+        else:
+            self._believe(engine)
 
     def first(self, engine: str, data: bytes) -> None:
         """The first bytes of a stream."""
@@ -340,6 +342,7 @@ class Placement:
             return
         now = time.monotonic()
         self.actual_seconds = now - self._begun
+        self._unsure = None
         self._stream.first()
         if self._handed_tokens:
             self._placing.meters[engine].received(self._handed_tokens, now - self._asked_at)
@@ -359,6 +362,7 @@ class Placement:
     def served(self, *, handed_over: bool) -> None:
         """The request was answered well: what it got from where counts from now on."""
         placing = self._placing
+        self._unsure = None
         if self._streamed and self._events > 1:
             placing.meters.answered(self._events)
         if self.decision is None:
@@ -386,15 +390,13 @@ class Placement:
 
     def _compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
         self._drop_prefill()
-        known = self._chain is not None
-        if self._chain is not None:
-            self._placing.index.sent(engine, self._chain)
+        self._believe(engine)
         self._computed_on = engine
         self._prefill = self._placing.meters[engine].prefill(
             self.tokens or self._guessed_tokens,
             self._held(engine),
             decoded_elsewhere=decoded_elsewhere,
-            known=known,
+            known=self._chain is not None,
         )
         if not decoded_elsewhere and not self._streamed:
             # Its answer says nothing about when the prompt was computed.
@@ -410,6 +412,17 @@ class Placement:
         if self._prefill is not None:
             self._prefill.dropped()
             self._prefill = None
+        engine, self._unsure = self._unsure, None
+        if engine is not None and self._chain is not None:
+            index = self._placing.index
+            if index.state(engine) != "live":  # else its events tell how far it came
+                index.missed(engine, self._chain, self._held(engine))
+
+    def _believe(self, engine: str) -> None:
+        """An engine that gets a prompt will hold it, unless it fails."""
+        if self._chain is not None:
+            self._placing.index.sent(engine, self._chain)
+            self._unsure = engine
 
     def _read_cached(self, data: bytes) -> None:
         """What the engine that computed the prompt says it had of it, where it says that."""
