@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -64,6 +65,12 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
         return decision
 
     monkeypatch.setattr(placing.Placing, "decide", kept)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines cost what was measured on a GPU; the time that these here take means nothing."""
+    monkeypatch.setattr("kvferry.costs.CostLine.add", lambda *_: None)
 
 
 @contextmanager
@@ -205,6 +212,7 @@ def test_an_engine_that_failed_a_prompt_is_not_believed_to_hold_it():
         assert last_decision(c).chosen.cached_tokens == 320
         with streams(c, 1):  # one that has begun to answer has computed its prompt
             pass
+        wait_until(lambda: c.router.placing.meters[c.servers["d0"].url].running == 0)
         c.complete(prompt=[*ids(900, 40), *ids(5, 40)])
         assert last_decision(c).chosen.cached_tokens == 32
 
@@ -239,6 +247,36 @@ def test_what_cannot_be_handed_over_is_placed_by_cost_too():
         assert sorted(len(asked(d)) for d in c.decode) == [0, 2]
         assert got.headers["x-kvferry-decision"].startswith("alone; source=local; tokens=1600")
         assert c.metric("fallbacks_total", 'reason="prompt_logprobs"') == 2
+
+
+def test_what_cannot_be_handed_over_is_not_even_if_that_were_faster():
+    with routed() as c, streams(c, 20):
+        got = c.complete(prompt=ids(1, 4000), prompt_logprobs=1, stream=True)
+        assert got.headers["x-kvferry-decision"].startswith("alone; ")
+        assert not c.prefill[0].seen
+
+
+def test_an_engine_at_its_limit_is_not_chosen_for_its_cache():
+    with routed(0, 2, limits=replace(LIMITS, max_running=1)) as c:
+        c.complete(prompt=ids(1, 4000))
+        (home,) = [d for d in c.decode if asked(d)]
+        (other,) = [d for d in c.decode if d is not home]
+        home.always = "stall"
+        body = {"model": "m", "prompt": ids(1, 4100), "stream": True}
+        with c.client.stream("POST", "/v1/completions", json=body):
+            assert len(asked(home)) == 2
+            c.complete(prompt=ids(1, 4200))
+            assert asked(other) == [ids(1, 4200)]
+
+
+def test_the_prefill_engine_that_holds_most_is_taken():
+    with routed(3, 1) as c, streams(c, 20):
+        c.complete(prompt=ids(1, 8000), stream=True)
+        (home,) = [p for p in c.prefill if asked(p)]
+        for turn in range(1, 6):
+            c.complete(prompt=ids(1, 8000) + ids(9, 4000 * turn), stream=True)
+        assert len(asked(home)) > 2
+        assert [p for p in c.prefill if asked(p)] == [home]
 
 
 def test_load_counts_while_requests_run_and_not_after():

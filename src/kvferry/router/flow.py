@@ -507,8 +507,6 @@ class _Trip:
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)
-                if placement is not None:
-                    placement.prefill_failed()
                 if not isinstance(error, EngineFailure):
                     error = EngineFailure(engine, "its answer is no JSON object")
                 if len(failed) < self._limits.tries and not await self._may_retry(error):

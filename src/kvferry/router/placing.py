@@ -321,10 +321,6 @@ class Placement:
         self._computed()
         self._read_cached(answer)
 
-    def prefill_failed(self) -> None:
-        self._drop_prefill()
-        self._computed_on = None
-
     def decode(self, engine: str, *, handed_over: bool) -> None:
         """The request goes to the engine that answers."""
         self.ended()
