@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm test-upstream mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
+.PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm test-browser test-upstream mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -28,6 +28,9 @@ check: $(VENV)/.done
 
 test-vllm: $(VLLM_VENV)/.done  ## beside the real vLLM: its planner, its cache layouts, its speed
 	$(VLLM_BIN)/python -m pytest tests/vllm || { test $$? -eq 1 && $(VLLM_BIN)/python -m pytest tests/vllm $(ONCE_MORE); }
+
+test-browser: $(VENV)/.browser  ## the router's page in Chromium, which must be installed; CHROMIUM= names it
+	$(BIN)/python -m pytest tests/browser || { test $$? -eq 1 && $(BIN)/python -m pytest tests/browser $(ONCE_MORE); }
 
 test-upstream: $(VLLM_VENV)/.done  ## vLLM's own connector tests with our classes; VLLM_SRC= names its 0.32 source tree
 	@test -d "$(VLLM_SRC)/tests/v1/kv_connector/unit" || { echo "VLLM_SRC=$(VLLM_SRC): expected a source tree of vLLM 0.32, with tests/v1/kv_connector/unit; unpack PyPI's sdist, and set VLLM_SRC to its folder" >&2; exit 2; }
@@ -77,6 +80,10 @@ docs: $(VENV)/.docs  ## the site, in out/site; a link or an anchor that leads no
 
 $(VENV)/.docs: $(VENV)/.done
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.done
+	$(BIN)/python -m pip install --quiet --editable '.[browser]'
 	touch $@
 
 $(VENV)/.done: pyproject.toml

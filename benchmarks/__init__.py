@@ -4,6 +4,7 @@
     python -m benchmarks.plan       planning, beside vLLM's planner
     python -m benchmarks.pool       the pool: hit rates, lookups, bandwidth
     python -m benchmarks.handover   prefill to decode between real engines
+    python -m benchmarks.router_index   the router's index: memory, events, lookups
     python -m benchmarks.stall      how long a hand-over holds up an engine's step
     python -m benchmarks.gpu        everything about device memory
     python -m benchmarks.engines    real engines on a GPU: pool, hand-over, a stream, starts

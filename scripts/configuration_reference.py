@@ -223,6 +223,7 @@ VARIABLES: Mapping[str, str] = {
     "KVFERRY_SECRET": "The secret, where no key gives one.",
     "KVFERRY_RUNTIME_DIR": "Where the user's key lies, instead of `/dev/shm/kvferry-run-UID`; a "
     "directory of this host.",
+    "KVFERRY_ROUTER_TOKEN": "The token of the router's admin API, where `--token-file` gives none.",
     "KVFERRY_POOL_PREFIX": "The default of the pool's `cache_prefix`.",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "`host` of `NixlConnector` and `NixlPushConnector`.",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "`port` of `NixlConnector` and `NixlPushConnector`.",
@@ -263,14 +264,25 @@ STORE: Mapping[str, Words] = {
 }
 ROUTER: Mapping[str, str] = {
     "tries": "Engines asked for one request, for each stage.",
+    "max_engines": "Engines in the fleet; adding more is refused.",
+    "max_running": "Requests at one engine. While all decode engines are at this limit, requests "
+    "wait in line; a prefill engine at its limit is not asked.",
+    "max_queued": "Requests in that line; more are answered 429.",
+    "max_index_blocks": "Blocks of engines' caches that the router knows, of all engines together. "
+    "The engine with the most loses its oldest ones first.",
     "max_connections": "Connections of clients; fewer where the limit of descriptors is low.",
+    "max_viewers": "Browsers that follow the router's page; more are answered 429, and ask now "
+    "and then.",
     "max_in_flight": "Requests whose body has come; more are answered 429.",
     "max_body_bytes": "One request's body; a larger one is answered 413.",
     "max_answer_bytes": "One answer that is not streamed; a larger one is answered 502.",
     "max_held_bytes": "All bodies and answers together, each byte counted twice; more is "
     "answered 503.",
-    "address_share": "One address's share (an IPv6 /64) of connections, places and bytes; set 1 "
-    "behind a reverse proxy.",
+    "address_share": "One address's share (an IPv6 /64) of connections, viewers, places, "
+    "bytes and the line; set 1 behind a reverse proxy.",
+    "retry_share": "Retries that each request allows all requests together. A retry that no living "
+    "engine notices is free.",
+    "retry_burst": "Retries beyond that.",
     "header_seconds": "For a client to send headers, or to stay idle.",
     "body_seconds": "For a whole body; then 408.",
     "progress_seconds": "In this time `progress_bytes` of a body must come; else 408.",
@@ -282,6 +294,7 @@ ROUTER: Mapping[str, str] = {
     "answer_seconds": "For an answer that is not streamed.",
     "chunk_seconds": "Between two chunks of a stream.",
     "wait_seconds": "For a decode engine to come up, where none is; then 503.",
+    "queue_seconds": "In line, while all decode engines are busy; then 429 with `Retry-After`.",
     "start_seconds": "In which a lost decode engine is expected back, for `Retry-After`; once the "
     "router has seen engines come back, their median time counts instead.",
     "drain_seconds": "For requests in flight when the router is told to stop.",
@@ -289,6 +302,11 @@ ROUTER: Mapping[str, str] = {
     "probe_seconds": "For one probe to be answered.",
     "fail_after": "Failures in a row that take an engine out; a refused connection counts fully.",
     "recover_after": "Good probes in a row that bring it back.",
+    "reload_seconds": "Between two looks at files that may change: fleet, API keys, engines' key.",
+    "tokenize_seconds": "For an engine to tokenize a prompt; after that it is placed by load.",
+    "metrics_seconds": "Between two looks at an engine's metrics.",
+    "dns_seconds": "Between two lookups of a name, `dns://name:port`.",
+    "trial_seconds": "How long an engine that failed its trials stays out, at most.",
 }
 
 

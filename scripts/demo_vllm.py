@@ -98,6 +98,8 @@ def main() -> int:
             port = free_port()
             command = [sys.executable, "-m", "kvferry", "router", "--port", str(port)]
             command += ["--prefill", prefill.url, "--decode", decode.url]
+            # By load, every prompt is handed over. By cost, an idle decode engine computes it.
+            command += ["--place", "load"]
             with open_log(options.logs / "router.log") as log:
                 router = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:

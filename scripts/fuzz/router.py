@@ -13,10 +13,11 @@ import asyncio
 import json
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -51,9 +52,11 @@ _NEVER = ("500", "502", "504")
 
 _LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 _PATHS = [b"/v1/completions", b"/v1/chat/completions", b"/v1/models", b"/health", b"/metrics"]
+_PATHS += [b"/admin/engines", b"/admin/engines?url=http://10.9.9.9:1"]
+_TOKEN = "a token of the admin API".replace(" ", "-")
 _ODD_PATHS = [b"/", b"/v1/completions/", b"//v1/models", b"*", b"http://evil/v1/models", b"/%00"]
 _ODD_PATHS += [b"/v1/completions?a=%0d%0a", b"/\xff", b"/" + b"a" * 9000, b"/%zz", b"evil:80", b""]
-_METHODS = [b"HEAD", b"PUT", b"CONNECT", b"OPTIONS", b"P\x00", b"", b"P" * 300]
+_METHODS = [b"DELETE", b"PATCH", b"HEAD", b"PUT", b"CONNECT", b"OPTIONS", b"P\x00", b"", b"P" * 300]
 _VERSIONS = [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.1 ", b"http/1.1", b""]
 _ODD_HEADERS = [
     b"Connection: upgrade\r\nUpgrade: websocket",
@@ -64,6 +67,10 @@ _ODD_HEADERS = [
     b"X-Request-Id: has space",
     b"X-Kvferry-Path: mine",
     b"Authorization: Bearer \xe9\xff",
+    b"Authorization: Bearer " + _TOKEN.encode(),
+    b"Authorization: Bearer " + _TOKEN.encode() + b"\r\nAuthorization: Bearer x",
+    b"X-Request-Timeout: soon\r\nTimeout: Second-1",
+    b"X-Request-Timeout: 1e999",
     b"Accept-Encoding: gzip, br",
     b"Content-Encoding: gzip",
     b"Content-Type: multipart/form-data; boundary=",
@@ -106,6 +113,7 @@ _FIELDS = [
     b"prompt", b"prompt_embeds", b"messages", b"stream", b"stream_options", b"max_tokens", b"n",
     b"logprobs", b"echo", b"prompt_logprobs", b"best_of", b"min_tokens", b"kv_transfer_params",
     b"kv\\u005ftransfer_params", b"\\ud800", b"\xff", b"", b"model", b"max_completion_tokens",
+    b"url", b"roles", b"draining", b"weight", b"source",
 ]  # fmt: skip
 _PARAMS = [
     b'{"do_remote_decode":true}',
@@ -123,7 +131,10 @@ def run(frames: int, seed: int) -> dict[str, int]:
     """Sends `frames` mutated requests; counts by what became of them. Raises FuzzFailure."""
     random = Random(seed)
     counts: Counter[str] = Counter()
-    with router_process(_LIMITS) as router:
+    with (
+        _token_file() as token,
+        router_process(_LIMITS, more=["--token-file", token]) as router,
+    ):
         router.decode.chunks_of_stream = router.prefill.chunks_of_stream = 2
         _round(router, random, min(frames, 200), counts)  # what is imported and cached at first
         _check_good(router, seed)
@@ -133,6 +144,14 @@ def run(frames: int, seed: int) -> dict[str, int]:
             _check_good(router, seed)
             _check_grown(router, memory, files, seed)
     return dict(counts)
+
+
+@contextmanager
+def _token_file() -> Iterator[str]:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(_TOKEN)
+        file.flush()
+        yield file.name
 
 
 def _round(router: RouterProcess, random: Random, frames: int, counts: Counter[str]) -> None:

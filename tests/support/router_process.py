@@ -10,23 +10,26 @@ import json
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from waiting import wait_until
 
 LARGE_ANSWER_BYTES = 8 << 20
+HELD_EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(4)] + [b"data: [DONE]\n\n"]
 _START_SECONDS = 60.0
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers by the prompt: `large`, `endless`, `torn`, or anything else."""
+    """Answers by the prompt: `large`, `endless`, `torn`, `held`, or anything else."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # heads and bodies are written apart
@@ -47,6 +50,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["content-length"]))
+        if self.path.endswith(("/render", "/tokenize")):
+            self.send_error(404)
+            return
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):
@@ -56,6 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._whole(b'{"id":"p","kv_transfer_params":{"remote_port":1}}')
         elif body.get("prompt") == "torn":
             self._torn()
+        elif body.get("prompt") == "held":
+            self._held()
         elif body.get("stream") is True:
             self._endless("text/event-stream", chunks=self.server.chunks_of_stream)
         elif body.get("prompt") == "endless":
@@ -75,6 +83,18 @@ class _Handler(BaseHTTPRequestHandler):
         for chunk in (b'data: {"n": 1}\n\n', b'data: {"n"'):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
         time.sleep(60)
+
+    def _held(self) -> None:
+        """One event; the others when the test says so."""
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for number, event in enumerate(HELD_EVENTS):
+            if number == 1:
+                self.server.go_on.wait(60)
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+        self.wfile.write(b"0\r\n\r\n")
 
     def _whole(self, body: bytes) -> None:
         self.send_response(200)
@@ -109,13 +129,28 @@ class Engine(ThreadingHTTPServer):
     chunks_of_stream: int | None = None  # of 36 KiB; None: without end
     stopped = False
     answer_seconds = 0.0
+    context: ssl.SSLContext | None = None  # for https
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler] = _Handler) -> None:
+        super().__init__(address, handler)
+        self.go_on = threading.Event()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """On the connection's own thread, which may wait for a handshake."""
+        if self.context is not None:
+            request.settimeout(60)
+            with self.context.wrap_socket(request, server_side=True) as secure:
+                super().finish_request(secure, client_address)
+        else:
+            super().finish_request(request, client_address)
 
     def handle_error(self, *args: object) -> None:
         """Routers close connections in the middle of an answer; that is no news."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        scheme = "http" if self.context is None else "https"
+        return f"{scheme}://127.0.0.1:{self.server_address[1]}"
 
 
 class EngineProcess:
@@ -149,9 +184,11 @@ class RouterProcess:
         limits: dict[str, float],
         files: int | None,
         decode_url: str | None = None,
+        more: Sequence[str] = (),
+        port: int = 0,
     ) -> None:
         prefill, decode = engines
-        command = [sys.executable, "-m", "kvferry", "router", "--port", "0"]
+        command = [sys.executable, "-m", "kvferry", "router", "--port", str(port), *more]
         command += ["--prefill", prefill.url, "--decode", decode_url or decode.url]
         for name, value in limits.items():
             command += ["--limit", f"{name}={value}"]
@@ -169,13 +206,15 @@ class RouterProcess:
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         wait_until(lambda: self.port > 0 or self.process.poll() is not None, _START_SECONDS)
-        assert self.port, "".join(self.log)
+        if not self.port:
+            self.stop()
+            raise AssertionError("".join(self.log))
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"running on http://127.0.0.1:(\d+)", line):
+            if found := re.search(r"running on https?://127.0.0.1:(\d+)", line):
                 self.port = int(found[1])
 
     def peak_bytes(self) -> int:
@@ -215,14 +254,18 @@ def router_process(
     limits: dict[str, float] | None = None,
     files: int | None = None,
     decode_url: str | None = None,
+    more: Sequence[str] = (),
+    engine_tls: ssl.SSLContext | None = None,
 ) -> Iterator[RouterProcess]:
-    """`decode_url`: the decode engine, instead of the one in this process."""
-    engines = [Engine(("127.0.0.1", 0), _Handler) for _ in range(2)]
+    """`decode_url`: the decode engine, instead of the one in this process. `more`: arguments."""
+    engines = [Engine(("127.0.0.1", 0)) for _ in range(2)]
+    for engine in engines:
+        engine.context = engine_tls
     threads = [threading.Thread(target=e.serve_forever, args=(0.05,), daemon=True) for e in engines]
     for thread in threads:
         thread.start()
     try:
-        router = RouterProcess(engines, limits or {}, files, decode_url)
+        router = RouterProcess(engines, limits or {}, files, decode_url, more)
         try:
             yield router
         finally:
@@ -256,7 +299,7 @@ def read_answer(sock: socket.socket) -> tuple[int, bytes]:
 
 
 def main() -> None:
-    engine = Engine(("127.0.0.1", int(sys.argv[1])), _Handler)
+    engine = Engine(("127.0.0.1", int(sys.argv[1])))
     engine.answer_seconds = float(sys.argv[2])
     print(engine.server_address[1], flush=True)
     engine.serve_forever()

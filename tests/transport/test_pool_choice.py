@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dir_store import DirStore
-from kvferry.pool.cost import ENOUGH, LoadChoice
+from kvferry.costs import ENOUGH
+from kvferry.pool.cost import LoadChoice
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.verify.case import CaseDict
 from kvferry.verify.oracle import Oracle

@@ -43,7 +43,7 @@ def test_requests_wait_for_an_engine_that_starts_again(engine: EngineProcess) ->
     engine.kill()
     engine.start(answer_seconds=30.0)
     with (
-        router_process(LIMITS | {"wait_seconds": 20.0}, decode_url=engine.url) as router,
+        router_process(LIMITS | {"wait_seconds": 60.0}, decode_url=engine.url) as router,
         ThreadPoolExecutor(4) as clients,
     ):
         running = clients.submit(ask, router)  # dies with the engine, and is asked again

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvferry.pool.cost import ENOUGH, FORGET_SECONDS, RETRY_SECONDS, CostLine, LoadChoice
+from kvferry.costs import ENOUGH, CostLine
+from kvferry.pool.cost import FORGET_SECONDS, RETRY_SECONDS, LoadChoice
 
 MB = 1_000_000
 TOKEN_BYTES = 128_000

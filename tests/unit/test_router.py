@@ -9,15 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import (
@@ -29,240 +25,27 @@ from kvferry.router.api import (
     base_url,
     ticket_of,
 )
-from kvferry.router.app import make_app
-from kvferry.router.engines import EngineGroup, UpstreamEngine
+from kvferry.router.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply
 from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
+from router_cluster import (
+    CHUNKS,
+    PARAMS,
+    QUICK,
+    WHOLE,
+    FakeEngine,
+    Server,
+    cluster,
+    decoders,
+    quick,
+)
 from waiting import wait_until
-
-QUICK = Limits(
-    connect_seconds=1.0,
-    prefill_seconds=2.0,
-    first_byte_seconds=2.0,
-    answer_seconds=2.0,
-    chunk_seconds=2.0,
-    client_seconds=5.0,
-    probe_every_seconds=0.05,
-    probe_seconds=1.0,
-    wait_seconds=0.2,
-)
-PARAMS = (
-    b'{"do_remote_prefill": true, "remote_engine_id": "%s", "remote_block_ids": [[1,  2]],'
-    b' "remote_port": 5600, "odd": 1.50, "big": 123456789012345678901234567890}'
-)
-WHOLE = (
-    b'{ "id":"x", "choices" : [{"text":"a"},{"text":"b"}],"usage":{"prompt_tokens":7,"odd":1.0} }\n'
-)
-CHUNKS = [b'data: {"t": "%d"}\n\n' % i for i in range(3)] + [b"data: [DONE]\n\n"]
 
 
 @pytest.fixture(autouse=True)
 def _show_log(caplog: pytest.LogCaptureFixture) -> None:
     """Of a test that fails, what the router did for each request."""
     caplog.set_level("INFO", logger="kvferry.router")
-
-
-@dataclass
-class Seen:
-    path: str
-    headers: dict[str, str]
-    raw: bytes
-    done: str = ""  # "", "answered" or "aborted"
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return json.loads(self.raw)
-
-
-@dataclass
-class FakeEngine:
-    """An engine that answers as told: `script` for the next requests, `always` for the others.
-
-    ok, no_ticket, an HTTP status; drop: closes the connection in an answer; hang: answers
-    nothing; break: closes the connection after two chunks; gate: a chunk per release of `gate`.
-    """
-
-    name: str
-    always: str = "ok"
-    script: list[str] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-    health: int = 200
-    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/health":
-            await respond(send, self.health, b"", "text/plain")
-            return
-        raw, more = b"", True
-        while more:
-            message = await receive()
-            raw, more = raw + message.get("body", b""), message.get("more_body", False)
-        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
-        seen = Seen(scope["path"], headers, raw)
-        self.seen.append(seen)
-        work = asyncio.create_task(self.answer(seen, send))
-        gone = asyncio.create_task(receive())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            seen.done = "answered" if work.done() else "aborted"
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-    async def answer(self, seen: Seen, send: Any) -> None:
-        act = self.script.pop(0) if self.script else self.always
-        if act == "drop":
-            headers = [(b"content-length", b"9")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            return
-        if act == "hang":
-            await asyncio.sleep(60)
-        if act.isdigit():
-            await respond(send, int(act), b'{"error": {"message":  "%s"}}' % act.encode())
-        elif seen.path == "/v1/models":
-            await respond(send, 200, b'{"object":"list",  "data":[{"id":"m"}]}')
-        elif (seen.body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            params = b"null" if act == "no_ticket" else PARAMS % self.name.encode()
-            await respond(send, 200, b'{"id": "p", "kv_transfer_params":' + params + b"}")
-        elif seen.body.get("stream"):
-            await self.stream(act, send)
-        else:
-            await respond(send, 200, WHOLE)
-
-    async def stream(self, act: str, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-engine", b"e")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if act == "break_early":
-            return
-        for i, chunk in enumerate(CHUNKS):
-            while act == "gate" and not self.gate.acquire(blocking=False):
-                await asyncio.sleep(0.002)
-            if act == "break" and i == 2:
-                return
-            if act == "stall" and i == 2:
-                await asyncio.sleep(60)
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def respond(send: Any, status: int, body: bytes, kind: str = "application/json") -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-class QuickServer(uvicorn.Server):
-    """uvicorn's server, made to stop quickly, and to break connections if told."""
-
-    break_off = False
-
-    async def main_loop(self) -> None:
-        """As uvicorn's, which looks every 100 ms whether it has to stop."""
-        await self.on_tick(0)
-        while not self.should_exit:
-            await asyncio.sleep(0.005)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.break_off:
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
-        await super().shutdown(sockets)
-
-
-class Server:
-    """An ASGI application under uvicorn in a thread; can be killed and started again."""
-
-    def __init__(self, app: Any, lifespan: str = "off") -> None:
-        self.app, self.lifespan, self.port = app, lifespan, 0
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        sock = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio sets no TCP_NODELAY
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", self.port))
-        self.port = sock.getsockname()[1]
-        config = uvicorn.Config(
-            self.app,
-            log_config=None,
-            ws="none",
-            lifespan=self.lifespan,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        self.server = QuickServer(config)
-        self.thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
-        self.thread.start()
-        wait_until(lambda: self.server.started)
-
-    def tell_to_stop(self, *, at_once: bool = True) -> None:
-        self.server.break_off = at_once
-        self.server.should_exit = True
-
-    def kill(self) -> None:
-        self.tell_to_stop()
-        self.join()
-
-    def join(self) -> None:
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-
-@dataclass
-class Cluster:
-    prefill: list[FakeEngine]
-    decode: list[FakeEngine]
-    servers: dict[str, Server]
-    client: httpx.Client
-
-    def complete(self, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        body = {"model": "m", "prompt": "hello", **more}
-        return self.client.post("/v1/completions", json=body, headers=headers)
-
-    def metric(self, name: str, label: str = "") -> int:
-        text = self.client.get("/metrics").text
-        found = re.search(
-            rf"^kvferry_router_{name}(?:{{{label}}})? (\d+)(?:\.0)?$", text, re.MULTILINE
-        )
-        assert found is not None, text
-        return int(found[1])
-
-    def expect(self, name: str, label: str = "", *, count: int) -> None:
-        """Waits: a client may have all of its answer a moment before the router counts it."""
-        wait_until(lambda: self.metric(name, label) == count)
-
-    def up(self) -> dict[str, bool]:
-        engines = self.client.get("/health").json()["engines"]
-        names = {s.url: name for name, s in self.servers.items()}
-        return {names[e["url"]]: e["healthy"] for e in engines}
-
-
-@contextmanager
-def cluster(prefill: int = 1, decode: int = 1, limits: Limits = QUICK) -> Iterator[Cluster]:
-    ps = [FakeEngine(f"p{i}") for i in range(prefill)]
-    ds = [FakeEngine(f"d{i}") for i in range(decode)]
-    with ExitStack() as stack:
-        servers = {engine.name: Server(engine) for engine in ps + ds}
-        for server in servers.values():
-            stack.callback(server.join)
-        config = RouterConfig(
-            tuple(servers[p.name].url for p in ps), tuple(servers[d.name].url for d in ds), limits
-        )
-        router = Server(make_app(config), lifespan="on")
-        stack.callback(router.join)
-        for server in servers.values():
-            stack.callback(server.tell_to_stop)
-        stack.callback(router.tell_to_stop, at_once=False)
-        client = stack.enter_context(httpx.Client(base_url=router.url, trust_env=False, timeout=10))
-        yield Cluster(ps, ds, servers, client)
-
-
-def quick(**changes: Any) -> Limits:
-    return Limits(**{n: changes.get(n, getattr(QUICK, n)) for n in Limits.__slots__})
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -434,9 +217,9 @@ def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
         assert reasons == ["/health answered 500", None]
         c.prefill[0].health = 200
         wait_until(lambda: c.up()["p0"])
-    group = EngineGroup(["http://a", "http://b"], "decode", quick(fail_after=2, recover_after=2))
-    a, b = group.engines
-    assert group.pick() is None
+    fleet = decoders("ab", quick(fail_after=2, recover_after=2))
+    a, b = fleet.engines
+    assert fleet.pick("decode") is None
     a.probed_well()  # the first probe counts alone
     b.failed("x")
     b.probed_well()
@@ -454,31 +237,31 @@ def test_probes_take_an_engine_out_and_in_by_thresholds() -> None:
 def test_when_an_engine_is_expected_back() -> None:
     now = [0.0]
     limits = quick(recover_after=1, probe_every_seconds=2.0, start_seconds=30.0)
-    group = EngineGroup(["http://a", "http://b"], "decode", limits, clock=lambda: now[0])
-    a, b = group.engines
+    fleet = decoders("ab", limits, clock=lambda: now[0])
+    a, b = fleet.engines
 
     def away(engine: UpstreamEngine, seconds: float) -> None:
         engine.failed("gone", refused=True)
         now[0] += seconds
         engine.probed_well()
 
-    assert group.absence() == (30.0, None)
+    assert fleet.absence("decode") == (30.0, None)
     a.probed_well()
-    assert group.absence() == (30.0, None)  # it was there when the router started
+    assert fleet.absence("decode") == (30.0, None)  # it was there when the router started
     b.failed("gone", refused=True)
     now[0] += 12
-    assert group.absence() == (18.0, None)
+    assert fleet.absence("decode") == (18.0, None)
     now[0] += 60
-    assert group.absence() == (2.0, None)  # overdue: after the next probe
+    assert fleet.absence("decode") == (2.0, None)  # overdue: after the next probe
     b.probed_well()
     for seconds in (40, 50, 5000):  # the last one was no start
         away(a, seconds)
-    assert group.absence() == (50.0, 50.0)
+    assert fleet.absence("decode") == (50.0, 50.0)
     a.failed("gone", refused=True)
     now[0] += 20
     b.failed("gone", refused=True)
     now[0] += 5
-    assert group.absence() == (25.0, 50.0)  # the first one to be back
+    assert fleet.absence("decode") == (25.0, 50.0)  # the first one to be back
 
 
 def test_streams_pass_event_by_event() -> None:
@@ -526,16 +309,16 @@ def test_streams_pass_event_by_event() -> None:
 
 
 def test_least_in_flight_then_in_turn() -> None:
-    group = EngineGroup(["http://a", "http://b", "http://c"], "decode", QUICK)
-    a, b, c = group.engines
-    for engine in group.engines:
+    fleet = decoders("abc")
+    a, b, c = fleet.engines
+    for engine in fleet.engines:
         engine.probed_well()
-    assert [group.pick() for _ in range(4)] == [a, b, c, a]
+    assert [fleet.pick("decode") for _ in range(4)] == [a, b, c, a]
     b.in_flight = c.in_flight = 1
-    assert group.pick() is a
+    assert fleet.pick("decode") is a
     a.in_flight = 2
-    assert [group.pick() for _ in range(2)] == [b, c]
-    assert group.pick(besides={b, c}) is a
+    assert [fleet.pick("decode") for _ in range(2)] == [b, c]
+    assert fleet.pick("decode", besides={b, c}) is a
 
 
 def test_4xx_is_the_answer() -> None:
@@ -777,6 +560,77 @@ def test_models_health_metrics_and_page() -> None:
         assert all(s.url in page.text for s in c.servers.values())
         assert not re.search(r"(src|href)=|@import|url\(", page.text)
         assert "s3cret" not in page.text + text.text + health.text
+
+
+def test_the_live_state_tells_what_happened() -> None:
+    with cluster(decode=2, limits=quick(probe_every_seconds=60.0)) as c:
+        assert c.complete({"X-Request-Id": "</script>1"}, stream=True).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=1)
+        urls = {name: server.url for name, server in c.servers.items()}
+        first = next(name for name in ("d0", "d1") if c.decode[int(name[1])].seen)
+        other = "d1" if first == "d0" else "d0"
+        c.decode[int(other[1])].script = ["drop"]
+        assert c.complete().status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+        c.prefill[0].script = ["no_ticket"]
+        c.decode[0].script = c.decode[1].script = ["400"]
+        assert c.complete().status_code == 400
+        c.expect("requests_total", 'outcome="client_error"', count=1)
+
+        def state() -> dict[str, Any]:
+            return c.client.get("/live").json()
+
+        wait_until(lambda: len(state()["decisions"]) == 3)  # a state may be a second old
+        now = state()
+        refused, retried, plain = now["decisions"]
+        assert (plain["request_id"], plain["outcome"]) == ("</script>1", "ok")
+        assert plain["served"] == {"prefill": urls["p0"], "decode": urls[first]}
+        assert plain["actual_ms"] > 0
+        assert retried["chosen"]["decode"] == urls[other]
+        assert retried["served"] == {"prefill": urls["p0"], "decode": urls[first]}
+        assert retried["actual_ms"] is None  # it was not streamed
+        assert refused["outcome"] == "client_error"
+        assert refused["chosen"]["prefill"] is None
+        assert refused["why"] == "decode-only: no_ticket"
+        flows = {(f["from"], f["to"]): f["requests_per_minute"] for f in now["flows"]}
+        assert flows["clients", urls["p0"]] == flows[urls["p0"], urls[first]] == 2
+        assert now["outcomes"] == {"ok": 2, "client_error": 1}
+        page = c.client.get("/")
+        assert "\\u003c/script\\u003e1" in page.text
+        assert "</script>1" not in page.text
+
+
+def test_the_live_state_of_requests_that_are_placed_by_cost() -> None:
+    with cluster(decode=2, place="cost") as c:
+        prompt = list(range(1000))  # token ids: nothing has to be tokenized
+        for _ in range(2):
+            assert c.complete(prompt=prompt, stream=True).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+
+        def state() -> dict[str, Any]:
+            return c.client.get("/live").json()
+
+        wait_until(lambda: [d["outcome"] for d in state()["decisions"]] == ["ok", "ok"])
+        now = state()
+        second, first = now["decisions"]
+        assert (first["tokens"], first["cached"]) == (1000, 0)
+        assert len(first["options"]) == 4  # two decode engines, with and without the prefill engine
+        assert [o["chosen"] for o in first["options"]].count(True) == 1
+        assert first["expected_ms"] > 0 and first["actual_ms"] > 0
+        assert first["why"]
+        # The engine of the first is believed to hold the prompt: the second one goes there.
+        assert second["chosen"]["decode"] == first["served"]["decode"]
+        assert second["cached"] >= 900
+        assert now["hit_tokens"][second["chosen"]["source"]] == second["cached"]
+        assert now["hit_tokens"]["none"] == 2000 - second["cached"]
+        assert now["latency"]["router_ms"]["p50"] > 0
+        flows = [f for f in now["flows"] if f["from"] == "clients"]
+        assert sum(f["tokens_per_minute"] for f in flows) == 2000
+        computer = second["served"]["prefill"] or second["served"]["decode"]
+        views = {e["url"]: e["cache"] for e in now["engines"]}
+        assert views[computer]["state"] == "estimated"
+        assert views[computer]["blocks"] > 0
+        assert views[computer]["hit_rate"] == pytest.approx(second["cached"] / 2000, abs=1e-3)
 
 
 def test_latencies_are_histograms() -> None:

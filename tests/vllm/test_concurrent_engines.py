@@ -194,7 +194,8 @@ def test_no_wrong_token_and_nothing_left(engines: Engines, seed: int) -> None:
         "cancelled": (d, "vllm:kvferry_load_failures_total", "Cancelled"),
     }
     before = {what: count(*which) for what, which in counted.items()}
-    router = RouterProcess([p, d], {}, None)
+    # By load, every prompt is handed over; by cost, an idle decode engine computes it itself.
+    router = RouterProcess([p, d], {}, None, more=["--place", "load"])
     try:
         begun = time.monotonic()
         crowd = Crowd(f"http://127.0.0.1:{router.port}")

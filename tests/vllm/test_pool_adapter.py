@@ -203,6 +203,7 @@ def request(tokens: int) -> Any:
         block_hashes=[bytes([i]) * 32 for i in range(tokens // BLOCK)],
         lora_request=None,
         mm_features=[],
+        prompt_embeds=None,
         cache_salt=None,
     )
 
@@ -240,6 +241,7 @@ def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
 def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> None:
     scheduler, blocks = made
     asked = request(40)
+    asked.cache_salt = "secret"
     scheduler.on_new_request(asked)
     metadata = scheduler.step(step("r", 0, 40, [5, 7, 9]))
     (save,) = metadata.saves
@@ -254,6 +256,7 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[0])]
     assert event.token_ids == list(range(16))
     assert event.medium == "STORAGE" and event.block_size == BLOCK
+    assert event.extra_keys == [("secret",)]  # routers must not offer it to others
     assert +blocks.references == Counter()
     assert not scheduler.pool.has_work
 

@@ -23,8 +23,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dir_store import DirStore, FaultyStore
+from kvferry.costs import MOST
 from kvferry.errors import StoreError
-from kvferry.pool.cost import MOST
 from kvferry.pool.lookup import FragmentKeys, sequence_keys
 from kvferry.pool.rank import RankScope
 from kvferry.pool.scheduler import PoolScheduler

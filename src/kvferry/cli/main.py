@@ -13,22 +13,24 @@ from typing import Annotated
 import typer
 
 from kvferry import __version__
-from kvferry.cli import pool
+from kvferry.cli import pool, router
 from kvferry.cli.bench import bench
 from kvferry.cli.check import check
 from kvferry.cli.console import Commands, Json, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
+from kvferry.cli.simulate import simulate
 from kvferry.cli.verify import verify
-from kvferry.errors import DescriptionError, install_command
+from kvferry.errors import DescriptionError
 
 app = Commands(
     help="Moves and shares KV caches between LLM engines of any shape.", no_args_is_help=True
 )
-for command in (plan, check, demo, verify, models):
+for command in (plan, check, demo, verify, models, simulate):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(pool.app, name="pool")
+app.add_typer(router.app, name="router")
 
 
 def _version(asked: bool) -> None:
@@ -44,33 +46,6 @@ def _root(
     ] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-@app.command()
-def router(
-    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; may be repeated.")],
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(help="URL of a prefill engine; may be repeated. Without: decode only."),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(help="A limit as name=value (docs/configuration.md); may be repeated."),
-    ] = None,
-) -> None:
-    """Serve an OpenAI-compatible API: prefill on one engine, decode on another."""
-    with refusals():
-        try:
-            from kvferry.router.api import Limits, RouterConfig
-            from kvferry.router.app import serve
-        except ImportError as error:
-            raise DescriptionError(
-                f"the router needs the extra 'router' ({error}): {install_command('router')}"
-            ) from None
-        limits = Limits.read(limit or [])
-        serve(RouterConfig(tuple(prefill or ()), tuple(decode), limits), host, port)
 
 
 @app.command()

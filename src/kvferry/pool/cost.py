@@ -32,9 +32,8 @@ from typing import Literal
 
 import numpy as np
 
-ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
-MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
-SPREAD = 1.5  # second largest size by second smallest; below, they do not tell the fixed part
+from kvferry.costs import MOST, CostLine
+
 PREFILL_TOKENS = 16  # for each request of a step, on average; a request that decodes has fewer
 MOST_STEPS = 64  # sent and not over
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
@@ -167,59 +166,3 @@ class LoadCost:
         """For so many bytes; None: not known yet."""
         fit = self._line.fit()
         return fit.fixed + fit.slope * load_bytes if fit is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    fixed: float
-    slope: float
-
-
-class CostLine:
-    """Seconds by size, as a line through the latest observations.
-
-    Its slope is the median of the slopes between all pairs, each with the weight of its distance
-    (Theil and Sen). So single odd observations do not move it: a kernel that is compiled, a cold
-    disk, a machine that stands still. Least squares would follow them.
-
-    forget_seconds  older observations go, except for the latest few
-    """
-
-    def __init__(self, forget_seconds: float = math.inf) -> None:
-        self._forget = forget_seconds
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=MOST)  # size, seconds, when
-        self._fit: Fit | None = None
-        self._new = False
-
-    def add(self, size: float, seconds: float, now: float) -> None:
-        """Impossible observations are left out, whatever a clock or a rank said."""
-        if not (0 < size < math.inf and 0 < seconds < math.inf):
-            return
-        self._seen.append((size, seconds, now))
-        while len(self._seen) > ENOUGH and self._seen[0][2] < now - self._forget:
-            self._seen.popleft()
-        self._new = True
-
-    def fit(self) -> Fit | None:
-        if self._new and len(self._seen) >= ENOUGH:
-            sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
-            self._fit = _fit(sizes, seconds)
-        self._new = False
-        return self._fit
-
-
-def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
-    through_zero = Fit(0.0, float(np.median(seconds / sizes)))
-    ordered = np.sort(sizes)
-    if ordered[-2] < SPREAD * ordered[1]:  # so that a single odd observation decides nothing
-        return through_zero
-    one, other = np.triu_indices(len(sizes), 1)
-    distance = sizes[other] - sizes[one]
-    apart = distance != 0
-    slopes = (seconds[other] - seconds[one])[apart] / distance[apart]
-    order = np.argsort(slopes)
-    weight = np.cumsum(np.abs(distance[apart])[order])
-    slope = float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])
-    if slope <= 0:  # noise is larger than what size adds
-        return through_zero
-    return Fit(max(0.0, float(np.median(seconds - slope * sizes))), slope)

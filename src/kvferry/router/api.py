@@ -13,15 +13,19 @@ import math
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
+from kvferry.net.names import at_port
 
 Headers = list[tuple[bytes, bytes]]
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 PARAMS = "kv_transfer_params"
 _PREFILL = {
@@ -41,6 +45,7 @@ _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
     *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     *(b"host", b"content-length", b"date", b"server", b"x-request-id", b"x-kvferry-path"),
+    b"x-kvferry-decision",
 }
 # A dict of short fields takes 18 times the memory of its JSON, and 0.9 us per field. Each field has
 # a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Colons in prompts
@@ -101,6 +106,14 @@ class Generation:
     @property
     def streamed(self) -> bool:
         return self._get("stream") == b"true"
+
+    def max_tokens(self) -> int | None:
+        """Of the answer, as the client wants it; None: it does not say."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = self._get(name)
+            if value.isdigit() and len(value) < 10:
+                return int(value)
+        return None
 
     def decode_only_because(self) -> str | None:
         """Why this request cannot be handed over, or None.
@@ -164,6 +177,29 @@ def request_id_of(headers: Headers) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
+def client_seconds(headers: Headers, most: float) -> float | None:
+    """How long the client wants to wait for the whole answer, at most `most`; None: no word.
+
+    `X-Request-Timeout` must be a number of seconds. A `Timeout` that is none has another meaning
+    (RFC 4918), and is passed over. Raises ApiError.
+    """
+    found: float | None = None
+    for name, value in headers:
+        if name not in (b"x-request-timeout", b"timeout"):
+            continue
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if 0 < seconds < math.inf:
+            found = min(most, seconds if found is None else min(found, seconds))
+        elif name == b"x-request-timeout":
+            raise ApiError(
+                400, "invalid_timeout", "x-request-timeout must be a number of seconds above 0"
+            )
+    return found
+
+
 def end_to_end(headers: Headers) -> Headers:
     """The headers of a request or an answer that the router passes on; names in lower case."""
     named = {
@@ -192,18 +228,29 @@ def _many(value: bytes) -> bool:
 
 # Configuration
 
+_TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+_LEAST_WEIGHT = 0.001
+COMMAND_LINE = "the command line"  # as a source of engines
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Every deadline and bound of the router. None can be switched off."""
 
     tries: int = 3  # engines asked for one request, at most, per stage
+    max_engines: int = 256
+    max_running: int = 1024  # requests at one engine; more wait in the line
+    max_queued: int = 512  # requests in that line; more are answered 429
+    max_index_blocks: int = 2_000_000  # of engines' caches that are known, of all engines together
     max_connections: int = 2048  # of clients; fewer if the limit of descriptors is low
+    max_viewers: int = 64  # of the page that follow it live
     max_in_flight: int = 1024  # requests whose body has come; more are answered 429
     max_body_bytes: int = 64 << 20  # of one request; chats carry images inside the JSON
     max_answer_bytes: int = 64 << 20  # of one answer that is not streamed
     max_held_bytes: int = 1 << 30  # of all these bodies and answers; each byte counts twice
-    address_share: float = 0.5  # of connections, requests and bytes, for one address; 1: all
+    address_share: float = 0.5  # of connections, requests, bytes and the line, for one client
+    retry_share: float = 0.1  # retries that each request allows; the rest fail at once
+    retry_burst: int = 10  # retries beyond that
 
     header_seconds: float = 10.0  # for a client to send headers, or to stay idle
     body_seconds: float = 60.0  # for the whole body
@@ -217,13 +264,19 @@ class Limits:
     answer_seconds: float = 1800.0  # answers that are not streamed come after the last token
     chunk_seconds: float = 120.0  # between two chunks of a stream
     wait_seconds: float = 5.0  # for a decode engine to come up, where none is
+    queue_seconds: float = 30.0  # in the line, while all decode engines are at their limit
     start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
+    tokenize_seconds: float = 1.0  # for an engine to tokenize a prompt; then it is placed by load
+    metrics_seconds: float = 2.0  # between two looks at an engine's metrics
     probe_every_seconds: float = 2.0
     probe_seconds: float = 2.0  # for one probe to be answered
     fail_after: int = 2  # failures in a row; one refused connection is enough
     recover_after: int = 2  # good probes in a row, so that an unstable engine stays out
+    reload_seconds: float = 1.0  # between two looks at files that may change
+    dns_seconds: float = 10.0  # between two lookups of a name
+    trial_seconds: float = 60.0  # until an engine that failed its trial gets another, at most
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -258,25 +311,131 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """The engines by role. Without prefill engines, every request is decode-only."""
+class EngineSpec:
+    """What an operator says about one engine, or about all engines behind one name."""
 
-    prefill: tuple[str, ...]  # base URLs, http://host:port
-    decode: tuple[str, ...]
-    limits: Limits = Limits()
+    url: str  # http://host:port, or dns://name:port
+    roles: frozenset[Role]
+    events: str | None = None  # where it publishes KV events, tcp://host:port; host *: its own
+    replay: str | None = None  # where it sends lost ones again
+    weight: float = 1.0  # its share of requests, beside those of the others
+    source: str = COMMAND_LINE  # who named it, and may take it away
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefill", tuple(base_url(url) for url in self.prefill))
-        object.__setattr__(self, "decode", tuple(base_url(url) for url in self.decode))
-        if not self.decode:
-            raise DescriptionError("a router needs at least one decode engine; none was given")
-        urls = self.prefill + self.decode
+        object.__setattr__(self, "url", _engine_url(self.url))
+        object.__setattr__(self, "roles", frozenset(self.roles))
+        if not self.roles or not self.roles <= set(ROLES):
+            raise DescriptionError(
+                f"the engine {self.url} has the roles {sorted(self.roles)}; expected prefill, "
+                "decode, or both"
+            )
+        for name in ("events", "replay"):
+            address = getattr(self, name)
+            if address is None:
+                continue
+            if not _TCP_ADDRESS.fullmatch(address):
+                raise DescriptionError(
+                    f"{name} of {self.url} is {address!r:.80}; expected tcp://host:port"
+                )
+            if not self.is_name:
+                host = at_port(urlsplit(self.url).hostname or "", "")
+                object.__setattr__(self, name, address.replace("//*:", f"//{host}"))
+        if self.replay is not None and self.events is None:
+            raise DescriptionError(f"{self.url} has replay and no events; name both, or neither")
+        if not _LEAST_WEIGHT <= self.weight <= 1 / _LEAST_WEIGHT:
+            raise DescriptionError(
+                f"the weight of {self.url} is {self.weight!r}; expected {_LEAST_WEIGHT} to "
+                f"{1 / _LEAST_WEIGHT:g}"
+            )
+
+    @property
+    def is_name(self) -> bool:
+        return self.url.startswith("dns://")
+
+    def name_and_port(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None and parts.port is not None
+        return parts.hostname, parts.port
+
+    def at(self, address: str) -> EngineSpec:
+        """The engine behind this name that has the address."""
+        _, port = self.name_and_port()
+        return replace(self, url=f"http://{at_port(address, port)}", source=self.url)
+
+
+# By expected time to first token, or by the fewest requests alone.
+PlaceBy = Literal["cost", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The engines by role, and where more of them are named. Without prefill engines, every request
+    is decode-only."""
+
+    prefill: tuple[str, ...]  # base URLs, http://host:port, or dns://name:port
+    decode: tuple[str, ...]
+    limits: Limits = Limits()
+    both: tuple[str, ...] = ()  # engines with both roles
+    events: tuple[str, ...] = ()  # URL=tcp://host:port[,tcp://host:port]: KV events, and replay
+    fleet_file: Path | None = None
+    token: str | None = field(default=None, repr=False)  # of the admin API; None: there is none
+    api_keys_file: Path | None = None  # None: every client may ask
+    engine_key_file: Path | None = None  # None: engines see the clients' keys
+    engine_ca: Path | None = None  # who signs the engines' certificates; None: the usual ones
+    place: PlaceBy = "cost"
+    tokenizer: Path | None = None  # a model's folder; None: engines are asked for tokens
+
+    def __post_init__(self) -> None:
+        if self.place not in get_args(PlaceBy):
+            raise DescriptionError(f"requests are placed by cost or by load, not {self.place!r}")
+        for name in (*ROLES, "both"):
+            object.__setattr__(self, name, tuple(_engine_url(url) for url in getattr(self, name)))
+        if not (self.decode or self.both or self.fleet_file or self.token):
+            raise DescriptionError(
+                "a router needs at least one decode engine; none was given. Name one, or a fleet "
+                "file, or a token with which engines can be added later"
+            )
+        urls = self.prefill + self.decode + self.both
         for url in urls:
             if urls.count(url) > 1:
                 raise DescriptionError(
                     f"the engine {url} is named {urls.count(url)} times; name each engine once, "
-                    "either as prefill or as decode (it would hand its cache over to itself)"
+                    "as prefill, as decode, or for both as an engine"
                 )
+        self.specs()
+
+    def specs(self) -> list[EngineSpec]:
+        """The engines and names of the command line. Raises DescriptionError."""
+        events: dict[str, tuple[str, str | None]] = {}
+        for text in self.events:
+            url, found, addresses = text.rpartition("=")
+            if not found:
+                raise DescriptionError(
+                    f"cannot read the events {text!r:.80}; write URL=tcp://host:port, for all "
+                    "engines *=tcp://*:port, and a comma and the replay address after it"
+                )
+            first, _, second = addresses.partition(",")
+            events[url if url == "*" else _engine_url(url)] = (first, second or None)
+        named = {url: {role} for role in ROLES for url in getattr(self, role)}
+        named |= {url: set(ROLES) for url in self.both}
+        if unknown := set(events) - set(named) - {"*"}:
+            raise DescriptionError(f"events of {sorted(unknown)}, which is no engine that is named")
+        nothing = events.get("*", (None, None))
+        return [
+            EngineSpec(url, frozenset(roles), *events.get(url, nothing))
+            for url, roles in named.items()
+        ]
+
+
+def _engine_url(text: str) -> str:
+    """An engine's address, or the name of several, in one form."""
+    if not text.strip().startswith("dns://"):
+        return base_url(text)
+    http = base_url("http" + text.strip().removeprefix("dns"))
+    parts = urlsplit(http)
+    if parts.port is None or parts.path:
+        raise DescriptionError(f"cannot read the name {text!r:.80}; write dns://name:port")
+    return "dns" + http.removeprefix("http")
 
 
 def base_url(text: str) -> str:

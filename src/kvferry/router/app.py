@@ -2,7 +2,7 @@
 """The router as a server and an ASGI application: routes, disconnects and status pages.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
-one line of the log. `Status` serves /health, /metrics and a page for people.
+one line of the log. `Status` serves /health and /metrics; `page` serves a page for people.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any
 
 import anyio
@@ -25,16 +22,27 @@ from prometheus_client import disable_created_metrics, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
-from kvferry.router.api import ApiError, Headers, RouterConfig, end_to_end, request_id_of
+from kvferry.router.admin import METHODS as ADMIN_METHODS
+from kvferry.router.admin import PATH as ADMIN_PATH
+from kvferry.router.admin import Admin
+from kvferry.router.api import (
+    ApiError,
+    Headers,
+    RouterConfig,
+    client_seconds,
+    end_to_end,
+    request_id_of,
+)
 from kvferry.router.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
+    LIVE_STREAM,
     ClientConnection,
     ClientGone,
     Guard,
@@ -42,6 +50,8 @@ from kvferry.router.guard import (
     address_of,
     read_body,
 )
+from kvferry.router.page import LivePage, LiveStream
+from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -50,39 +60,58 @@ log = logging.getLogger(__name__)
 def make_app(config: RouterConfig) -> Starlette:
     """The router as an ASGI application. It can start only once, because it owns connections."""
     router = Router(config)
-    status = Status(router)
+    status, page = Status(router), LivePage(router.live)
     generate = ApiRoute(router, router.generate)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router.upstream.probing(router.engines):
+        async with (
+            router.sources.running(),
+            router.fleet.running(),
+            router.placing.running(),
+            router.live.looking(),
+        ):
             yield
 
+    admin = []
+    if config.token is not None:
+        admin.append(Route(ADMIN_PATH, Admin(router, config.token).engines, methods=ADMIN_METHODS))
     app = Starlette(
         routes=[
+            *admin,
             Route("/v1/completions", generate, methods=["POST"]),
             Route("/v1/chat/completions", generate, methods=["POST"]),
             Route("/v1/models", ApiRoute(router, router.pass_on), methods=["GET"]),
             Route("/health", status.health),
             Route("/metrics", status.metrics),
-            Route("/", status.page),
+            Route("/live", page.state),
+            Route(LIVE_STREAM, LiveStream(router.live, config.limits), methods=["GET"]),
+            Route("/", page.page),
         ],
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
+    app.state.router = router
     app.router.redirect_slashes = False  # a redirect would point to any host that a client names
     return app
 
 
-def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> None:
+def serve(config: RouterConfig, listen: Listen) -> None:
     """Serve until SIGINT or SIGTERM, then accept no more requests and finish the running ones.
 
-    Raises DescriptionError for a bad port.
+    Raises DescriptionError for a bad port or certificate.
     """
-    require_port(port)
+    require_port(listen.port)
+    tls = listen.tls()
+    guard_of_all = Guard(config.limits)
 
     class Guarded(ClientConnection):
-        guard = Guard(config.limits)
+        guard = guard_of_all
+
+    class GuardedTls(TlsConnection):
+        guard = guard_of_all
+        context = tls  # type: ignore[assignment]  # not None where it is used
+        handshake_seconds = config.limits.header_seconds
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
     # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged.
@@ -90,28 +119,36 @@ def serve(config: RouterConfig, host: str = "127.0.0.1", port: int = 8000) -> No
     logging_config["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
     logging_config["loggers"]["kvferry"] = ours
+    app = make_app(config)
     settings = uvicorn.Config(
-        make_app(config),
-        host=host,
-        port=port,
+        app,
         log_config=logging_config,
         access_log=False,  # `ApiRoute` logs each request with what was done for it
         server_header=False,
-        http=Guarded,
+        http=Guarded if tls is None else GuardedTls,
         loop="asyncio",  # uvloop buffers a whole answer before it reports a client that reads none
         ws="none",
-        backlog=Guarded.guard.backlog,
+        backlog=guard_of_all.backlog,
         proxy_headers=False,  # quotas count the address that really connects
         timeout_graceful_shutdown=math.ceil(config.limits.drain_seconds),
     )
-    if not is_loopback(host):
-        log.warning(
-            "listening on %s: the router does not authenticate clients itself; "
-            "engines see the clients' Authorization headers",
-            host,
-        )
+    if not is_loopback(listen.host):
+        if config.api_keys_file is None:
+            log.warning(
+                "listening on %s: the router does not authenticate clients itself; "
+                "engines see the clients' Authorization headers",
+                listen.host,
+            )
+        if tls is None and (config.token is not None or config.api_keys_file is not None):
+            log.warning(
+                "listening on %s without TLS: keys and tokens pass in the clear", listen.host
+            )
+
+    def draining() -> None:
+        app.state.router.draining = True
+
     with suppress(KeyboardInterrupt):  # drained by then
-        uvicorn.Server(settings).run()
+        RouterServer(settings, listen, draining).run()
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
@@ -134,13 +171,21 @@ class ApiRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router = self._router
         headers: Headers = list(scope["headers"])
-        held = RequestMemory(router.memory, address_of(scope.get("client")))
+        address = address_of(scope.get("client"))
+        held = RequestMemory(router.memory, address)
         asked = Incoming(
-            request_id_of(headers), scope["method"], scope["path"], end_to_end(headers), held
+            request_id_of(headers),
+            scope["method"],
+            scope["path"],
+            end_to_end(headers),
+            held,
+            address,
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(send, asked.request_id, router.limits.client_seconds)
+        reply = ClientReply(
+            send, asked.request_id, router.limits.client_seconds, lambda: router.draining
+        )
         begun = time.monotonic()
         outcome = "internal"
         try:
@@ -153,6 +198,7 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
+            router.live.ended(outcome, asked.placed, asked.request_id.decode(), asked.trail)
             ended = time.monotonic()
             if outcome == "ok":
                 router.latency["request_seconds"].observe(ended - begun)
@@ -173,16 +219,33 @@ class ApiRoute:
         self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
     ) -> str:
         """Serve the request, or answer with an error. Returns how it ended."""
+        limits = self._router.limits
+        begun = anyio.current_time()
         try:
             try:
-                body = await read_body(headers, receive, asked.held, self._router.limits)
+                if self._router.keys is not None:
+                    asked.client = self._router.keys.require(headers)
+                if self._router.engine_key is not None:
+                    asked.headers = self._router.engine_key.replace(asked.headers)
+                seconds = client_seconds(headers, limits.answer_seconds)
+                deadline = math.inf if seconds is None else begun + seconds
+                body = await read_body(headers, receive, asked.held, limits)
                 with self._router.places.one(asked.held.address):
-                    await _unless_gone(self._serve(asked, body, reply), receive)
+                    await _unless_gone(self._serve(asked, body, reply), receive, deadline)
             except ApiError as error:
                 await reply.send(error.answer)
             return _by_status(reply.status)
         except ClientGone:
             return "client_gone"
+        except _DeadlineOver:
+            message = f"the deadline of {seconds:g} s that this request named is over"
+            asked.trail.append(message)
+            with suppress(ClientGone):
+                if reply.status:
+                    await reply.cut("deadline_exceeded", message)
+                else:
+                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
+            return "deadline"
         except EngineFailure as error:
             asked.trail.append(str(error))
             how = "fell silent" if error.timed_out else "broke off"
@@ -205,26 +268,38 @@ class ApiRoute:
 def _by_status(status: int) -> str:
     if status < 400:
         return "ok"
-    if status in (429, 503):
-        return "busy" if status == 429 else "unavailable"
-    return "client_error" if status < 500 else "engine_error"
+    odd = {401: "unauthorized", 429: "busy", 503: "unavailable"}
+    return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
-async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Do the work. If the client disconnects, cancel it and raise ClientGone.
+class _DeadlineOver(Exception):
+    """The time that the client gave its request is over."""
+
+
+async def _unless_gone(work: Awaitable[None], receive: Receive, deadline: float) -> None:
+    """Do the work. If the client disconnects, cancel it and raise ClientGone; _DeadlineOver if it
+    takes longer than until `deadline`, in the loop's time.
 
     This cancels by anyio, like httpx. If asyncio's own cancellation meets httpx at the wrong
     moment, the connection to the engine is never used again and never closed.
     """
     leaving = asyncio.create_task(_disconnect(receive))
-    with anyio.CancelScope() as scope:
-        leaving.add_done_callback(lambda task: None if task.cancelled() else scope.cancel())
+    gone = False
+
+    def left(task: asyncio.Task[None]) -> None:
+        nonlocal gone
+        if not task.cancelled():
+            gone = True
+            scope.cancel()
+
+    with anyio.CancelScope(deadline=deadline) as scope:
+        leaving.add_done_callback(left)
         try:
             await work
         finally:
             leaving.cancel()
     if scope.cancelled_caught:
-        raise ClientGone
+        raise ClientGone if gone else _DeadlineOver
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -232,12 +307,8 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-_PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-_NO_RESOURCES = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-
-
 class Status:
-    """The pages /health, /metrics and / of one router."""
+    """/health and /metrics of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -250,10 +321,11 @@ class Status:
                 "url": engine.url,
                 "role": engine.role,
                 "healthy": engine.up,
+                "draining": engine.draining,
                 "in_flight": engine.in_flight,
                 "reason": engine.reason or None,
             }
-            for engine in self._router.engines
+            for engine in self._router.fleet.engines
         ]
         body = {"status": state, "in_flight": self._router.places.taken, "engines": engines}
         return JSONResponse(body, status_code=503 if state == "down" else 200)
@@ -271,8 +343,10 @@ class Status:
         def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
             return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
 
+        engines = router.fleet.engines
+
         def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
-            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in router.engines}
+            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
 
         ended = by("outcome", router.requests)
         add("requests_total", "counter", "Requests by how they ended.", ended)
@@ -281,47 +355,53 @@ class Status:
         alone = by("reason", router.fallbacks)
         add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
         add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
-        waiting = router.decode.waiting
+        waiting = router.fleet.turns.waiting
         add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
+        files = router.sources.files
+        used = {f'{{file="{f.name}",result="used"}}': f.used for f in files}
+        bad = {f'{{file="{f.name}",result="refused"}}': f.refused for f in files}
+        add("reloads_total", "counter", "Contents of watched files.", used | bad)
+        good = {f'{{file="{f.name}"}}': int(not f.problem) for f in files}
+        add("file_good", "gauge", "Whether what a watched file says now is used.", good)
+        unresolved = {"": router.sources.names.failures}
+        add("dns_failures_total", "counter", "Names that were not resolved.", unresolved)
+        budget = router.budget
+        refused = {"": budget.refused}
+        add("retries_refused_total", "counter", "Retries that the budget refused.", refused)
+        add("retry_budget", "gauge", "Retries that are left now.", {"": int(budget.left)})
         add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
         add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
+        draining = each(lambda e: int(e.draining is not None))
+        add("engine_draining", "gauge", "Whether the engine drains, or is drained.", draining)
+        trial = each(lambda e: e.trial)
+        add("engine_trial", "gauge", "Requests that it gets at a time, on trial.", trial)
         add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
         failures = each(lambda e: e.failures)
         add("engine_failures_total", "counter", "Failed probes, requests.", failures)
+        placing = router.placing
+        hits = by("source", placing.hit_tokens)
+        add("prompt_tokens_total", "counter", "Tokens of prompts, by where they came from.", hits)
+        ways = by("way", placing.choices)
+        add("choices_total", "counter", "Requests by how they were placed.", ways)
+        asked = by("how", placing.prompts.counts)
+        add("tokenized_total", "counter", "Prompts by how their tokens were found.", asked)
+        known, lost = {}, {}
+        for url, stats in placing.index.stats().items():
+            engine = f'engine="{_escape(url)}"'
+            known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
+            lost[f"{{{engine}}}"] = stats.lost_events
+        add("cache_blocks", "gauge", "Blocks that the router believes an engine holds.", known)
+        add("cache_lost_events_total", "counter", "Batches of KV events that were lost.", lost)
         text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, request: Request) -> Response:
-        router = self._router
-        html = _PAGE.substitute(
-            state=self._state(),
-            in_flight=router.places.taken,
-            engines="".join(_row(engine) for engine in router.engines),
-            requests=_counted(router.requests),
-            retries=_counted(router.retries),
-            fallbacks=_counted(router.fallbacks),
-        )
-        return HTMLResponse(html, headers=_NO_RESOURCES)
-
     def _state(self) -> str:
-        if not self._router.decode.some_up():
+        fleet = self._router.fleet
+        if not fleet.some_up("decode"):
             return "down"
-        return "ok" if all(engine.up for engine in self._router.engines) else "degraded"
+        well = all(engine.up or engine.draining for engine in fleet.engines)
+        return "ok" if well else "degraded"
 
 
 def _escape(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _row(engine: UpstreamEngine) -> str:
-    state = "up" if engine.up else "down"
-    cells = (engine.role, engine.url, state, str(engine.in_flight), engine.reason)
-    return f'<tr class="{state}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>\n"
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return "".join(
-        f"<tr><td>{name.replace('_', ' ')}</td><td>{count}</td></tr>\n"
-        for name, count in counts.items()
-        if count
-    )

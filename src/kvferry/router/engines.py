@@ -1,11 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines: which are up, which one is next, and HTTP to them.
+"""The fleet: which engines there are, which are up, which one is next, and HTTP to them.
+
+An engine has one role or both. It is added, changed, drained and removed while the router runs:
+
+    added     it is probed at once, and gets requests when it is up
+    draining  it gets no new requests; its running ones end, and so do those that hold its tickets
+    removed   after draining, or at once; what still runs there goes on to its end
+
+Listeners (`Fleet.on_change`) hear of all this, and of engines that go up and down.
 
 An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests
 together, or at once when it accepts no connection. Only probes bring it back: `recover_after` good
 ones in a row. After the start one good probe is enough, so that the router is ready at once.
-Requests wait a moment for an engine to come back (`EngineGroup.wait_up`). The router remembers how
-long engines stayed away, and tells clients when to ask again.
+Requests wait a moment for an engine to come back. The router remembers how long engines stayed
+away, and tells clients when to ask again.
+
+A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
+request at a time, until one is answered. Answers may take minutes, so good probes raise that number
+slowly. A trial that fails takes the engine out again, each time for twice as long, up to
+`trial_seconds`. Only an engine that accepted no connection meanwhile was started again, and is used
+in full at once.
 
 A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
 engine, would take all engines down.
@@ -15,151 +29,168 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import anyio
 import httpx
 
-from kvferry.errors import KvferryError
-from kvferry.router.api import Answer, Headers, Limits, end_to_end
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
 from kvferry.router.guard import RequestMemory
+from kvferry.router.live import Placed
+from kvferry.router.turns import Turns
 
 log = logging.getLogger(__name__)
-Role = Literal["prefill", "decode"]
+ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
+AfterDrain = Literal["remove", "stay"]
 # Of how many absences the usual one is the median.
 _REMEMBERED = 5
 # A longer absence says nothing about the next one: somebody took the engine out.
 _LONGEST_START_SECONDS = 900.0
 
 
+@dataclass(frozen=True, slots=True)
+class FleetChange:
+    """What happened to one engine. `up` again after `down` may be another process."""
+
+    kind: ChangeKind
+    engine: UpstreamEngine
+
+
 class UpstreamEngine:
-    """One engine: its address, its health, and its load."""
+    """One engine: its address, its roles, its health, and its load."""
 
     def __init__(
         self,
-        url: str,
-        role: Role,
+        spec: EngineSpec,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
-        came_up: Callable[[float | None], None] = lambda seconds: None,
+        changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None,
     ) -> None:
-        """`came_up` gets how long the engine was away; None if it was never seen to fail."""
-        self.url = url
-        self.role: Role = role
+        """`changed` hears when the engine goes up or down."""
+        self.spec = spec
+        self.draining: AfterDrain | None = None  # what comes after it, while it drains
+        self.removed = False
         self.up = False
+        self.trial = 0  # up, but only for so many requests at a time; 0: not on trial
+        self.gone = False  # down, and it accepts no connection
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
+        self.away_seconds: float | None = None  # how long it was last down; None: never
         self.reason = "not probed yet"  # why it is down
         self.in_flight = 0
+        self.reserved = 0  # requests that will come here when another engine has prefilled
+        self.tickets = 0  # requests that hold a ticket of this engine, not yet used
         self.failures = 0  # since the start
         self._limits = limits
         self._failed_in_a_row = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
+        self._trials_failed = 0  # in a row
         self._clock = clock
-        self._came_up = came_up
+        self._changed = changed
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return self.spec.roles
+
+    @property
+    def role(self) -> str:
+        """Its roles in one word, for people: `prefill`, `decode` or `prefill+decode`."""
+        return "+".join(role for role in ROLES if role in self.spec.roles)
+
+    @property
+    def open(self) -> bool:
+        """Whether it is meant to get requests; it may have no room for more."""
+        return self.up and self.draining is None and not self.removed
+
+    @property
+    def load(self) -> int:
+        """Requests that are there, or on their way."""
+        return self.in_flight + self.reserved
+
+    @property
+    def room(self) -> int:
+        """How many more requests it gets now."""
+        most = self.trial or self._limits.max_running
+        return max(0, most - self.load) if self.open else 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether stopping it would disturb no request of this router."""
+        return not (self.in_flight or self.reserved or self.tickets)
 
     def answered(self) -> None:
         """A request got an answer."""
         self._failed_in_a_row = 0
+        if self.trial:
+            self.trial = self._trials_failed = 0
+            log.info("%s engine %s has passed its trial", self.role, self.url)
 
     def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
-        if self.up and (refused or self._failed_in_a_row >= self._limits.fail_after):
+        enough = 1 if refused or self.trial else self._limits.fail_after
+        fell = self.up and self._failed_in_a_row >= enough
+        if fell:
             self.up = False
+            if self.trial:
+                self.trial = 0
+                self._trials_failed += 1
             log.warning("%s engine %s is down: %s (%s)", self.role, self.url, reason, during)
         if not self.up:
             self.reason = reason
+            self.gone = self.gone or refused
             if self.down_since is None:
                 self.down_since = self._clock()
+        if fell:
+            self._changed(self, "down")
 
     def probed_well(self) -> None:
         self._failed_in_a_row = 0
         self._good_in_a_row += 1
-        if not self.up and self._good_in_a_row >= self._limits.recover_after:
-            self.up = True
-            self.reason = ""
-            self.starts += 1
-            away = None if self.down_since is None else self._clock() - self.down_since
-            self.down_since = None
-            after = "" if away is None else f", after {away:.1f} s"
-            log.info("%s engine %s is up%s", self.role, self.url, after)
-            self._came_up(away)
+        if self.up or self._good_in_a_row < self._limits.recover_after:
+            if self.trial and self._good_in_a_row % self._limits.recover_after == 0:
+                self.trial = min(2 * self.trial, self._limits.max_running)
+            return
+        away = None if self.down_since is None else self._clock() - self.down_since
+        started = away is None or self.gone
+        if started:
+            self._trials_failed = 0
+        elif away is not None and away < self._until_trial():
+            return
+        self.up, self.trial, self.gone = True, int(not started), False
+        self.reason = ""
+        self.starts += 1
+        self.away_seconds, self.down_since = away, None
+        after = "" if away is None else f", after {away:.1f} s"
+        on_trial = " on trial" if self.trial else ""
+        log.info("%s engine %s is up%s%s", self.role, self.url, on_trial, after)
+        self._changed(self, "up")
+
+    def _until_trial(self) -> float:
+        """How long it stays down at least, after the trials that it failed."""
+        if not self._trials_failed:
+            return 0.0
+        shortest = self._limits.probe_every_seconds * self._limits.recover_after
+        doubled = shortest * 2.0 ** min(self._trials_failed, 30)
+        return min(doubled, self._limits.trial_seconds)
 
 
-class EngineGroup:
-    """The engines of one role."""
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        role: Role,
-        limits: Limits,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.engines = [UpstreamEngine(url, role, limits, clock, self._came_up) for url in urls]
-        self.waiting = 0  # requests that wait for one of them
-        self._limits = limits
-        self._clock = clock
-        self._absences: deque[float] = deque(maxlen=_REMEMBERED)
-        self._one_is_up = asyncio.Event()
-        self._in_turn = list(self.engines)  # the last one that was picked is last
-
-    def some_up(self, besides: Collection[UpstreamEngine] = ()) -> bool:
-        return any(engine.up and engine not in besides for engine in self.engines)
-
-    def pick(self, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
-        """The engine that is up with the fewest requests in flight; equal ones in turn."""
-        up = [engine for engine in self._in_turn if engine.up and engine not in besides]
-        if not up:
-            return None
-        best = min(up, key=lambda engine: engine.in_flight)
-        self._in_turn.remove(best)
-        self._in_turn.append(best)
-        return best
-
-    async def wait_up(self, seconds: float) -> float:
-        """Wait until an engine is up, for at most `seconds`. Returns how long that took."""
-        begun = time.monotonic()
-        self.waiting += 1
-        try:
-            with anyio.move_on_after(seconds):
-                while not self.some_up():
-                    await self._one_is_up.wait()
-        finally:
-            self.waiting -= 1
-        return time.monotonic() - begun
-
-    def absence(self) -> tuple[float, float | None]:
-        """Seconds until an engine should be up, and the usual absence, or None if none was seen.
-
-        An engine that is overdue may come at any moment: that is after `recover_after` probes.
-        """
-        usual = statistics.median(self._absences) if self._absences else None
-        expected = self._limits.start_seconds if usual is None else usual
-        now = self._clock()
-        away = [now - e.down_since for e in self.engines if e.down_since is not None]
-        late = 0.0 if away else expected
-        left = min((expected - seconds for seconds in away if seconds < expected), default=late)
-        soonest = self._limits.probe_every_seconds * self._limits.recover_after
-        return max(left, soonest), usual
-
-    def _came_up(self, away: float | None) -> None:
-        if away is not None and away <= _LONGEST_START_SECONDS:
-            self._absences.append(away)
-        self._one_is_up.set()  # wakes all that wait
-        self._one_is_up.clear()
-
-
-# HTTP to engines. Every wait has a deadline, and every failure is an `EngineFailure`.
+# HTTP to engines: every wait has a deadline, and every failure is an `EngineFailure`.
 
 # Less than the 5 s after which uvicorn, and so vLLM, closes an idle connection. A connection that
 # closes while the router sends on it looks like an engine that failed.
@@ -180,7 +211,9 @@ class Incoming:
     path: str
     headers: Headers  # that engines get, with Authorization: never log them
     held: RequestMemory
+    client: str = ""  # whose turn it is, and whose share of the line is taken
     trail: list[str] = field(default_factory=list)  # for the log
+    placed: Placed | None = None  # for the page, as soon as engines are chosen
 
     def __str__(self) -> str:
         return f"request {self.request_id.decode()}"
@@ -199,6 +232,7 @@ class EngineFailure(KvferryError):
         answer: Answer | None = None,
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.url}: {reason}")
+        self.engine = engine
         self.delivered = delivered  # False only if the engine saw nothing of the request
         self.timed_out = timed_out
         self.answer = answer  # a 5xx
@@ -213,15 +247,33 @@ class AnswerTooLong(EngineFailure):
     """An answer that is not streamed has more than max_answer_bytes."""
 
 
-class Upstream:
-    """Connections to all engines."""
+class Fleet:
+    """All engines, by role, and the connections to them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        specs: Iterable[EngineSpec],
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        ca_file: Path | None = None,
+    ) -> None:
+        """`ca_file`: who signs the engines' certificates, where it is not one of the usual ones."""
+        self.turns = Turns(limits.max_queued, limits.address_share, self._decode_room, clock)
         self._limits = limits
+        self._clock = clock
+        self._engines: dict[str, UpstreamEngine] = {}  # by URL
+        self._in_turn: list[UpstreamEngine] = []  # the last one that was picked is last
+        self._listeners: list[Callable[[FleetChange], None]] = []
+        self._absences: dict[Role, deque[float]] = {
+            role: deque(maxlen=_REMEMBERED) for role in ROLES
+        }
+        self._running = False
+        self._probes: set[asyncio.Task[None]] = set()
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             trust_env=False,
+            verify=trusting(ca_file),
             timeout=httpx.Timeout(None, connect=limits.connect_seconds),
             limits=httpx.Limits(
                 max_connections=None,
@@ -229,20 +281,187 @@ class Upstream:
                 keepalive_expiry=_KEEPALIVE_SECONDS,
             ),
         )
+        for spec in specs:
+            if not spec.is_name:
+                self.add(spec)
 
-    @asynccontextmanager
-    async def probing(self, engines: Sequence[UpstreamEngine]) -> AsyncIterator[None]:
-        """Know each engine's state at the start, and keep it true until the end."""
-        await asyncio.gather(*(self._probe(engine) for engine in engines))
-        tasks = [asyncio.create_task(self._keep_probing(engine)) for engine in engines]
+    # Who is there
+
+    @property
+    def engines(self) -> list[UpstreamEngine]:
+        """All engines, in the order in which they were added."""
+        return list(self._engines.values())
+
+    def with_role(self, role: Role) -> list[UpstreamEngine]:
+        return [engine for engine in self._engines.values() if role in engine.roles]
+
+    def get(self, url: str) -> UpstreamEngine | None:
+        return self._engines.get(url)
+
+    def on_change(self, listener: Callable[[FleetChange], None]) -> None:
+        """Call `listener` after each change, on the event loop; it must return at once."""
+        self._listeners.append(listener)
+
+    def add(self, spec: EngineSpec) -> UpstreamEngine:
+        """Add an engine, or take back one that drains. Raises DescriptionError."""
+        engine = self._engines.get(spec.url)
+        if engine is not None:
+            if engine.draining is None:
+                raise DescriptionError(
+                    f"the engine {spec.url} is in the fleet already, as {engine.role}; change it, "
+                    "or remove it first"
+                )
+            engine.draining = None
+            engine.spec = spec
+            log.info("%s engine %s gets requests again", engine.role, engine.url)
+            self._tell(engine, "changed")
+            return engine
+        self.require_space(1)
+        engine = UpstreamEngine(spec, self._limits, self._clock, self._tell)
+        self._engines[spec.url] = engine
+        self._in_turn.append(engine)
+        log.info("%s engine %s is added (%s)", engine.role, engine.url, spec.source)
+        self._tell(engine, "added")
+        if self._running:
+            self._start_probing(engine, at_once=True)
+        return engine
+
+    def require_space(self, count: int) -> None:
+        """Raises DescriptionError if the fleet cannot have so many more engines."""
+        if count and len(self._engines) + count > self._limits.max_engines:
+            raise DescriptionError(
+                f"the fleet has {len(self._engines)} engines, and can have "
+                f"{self._limits.max_engines}; raise max_engines"
+            )
+
+    def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
+        """Change roles, weight or event addresses of an engine, which keeps its requests."""
+        if spec.url != engine.url:
+            raise DescriptionError(
+                f"an engine keeps its address: expected {engine.url}, found {spec.url}; add the "
+                "new address and remove the old one"
+            )
+        if spec != engine.spec:
+            engine.spec = spec
+            log.info("engine %s is %s now", engine.url, engine.role)
+            self._tell(engine, "changed")
+
+    def drain(self, engine: UpstreamEngine, then: AfterDrain = "remove") -> None:
+        """Send it nothing new. When the last request there has ended, remove it, or let it stay."""
+        if engine.draining != then:
+            engine.draining = then
+            left = "is removed" if then == "remove" else "stays, without requests"
+            log.info("%s engine %s drains, then %s", engine.role, engine.url, left)
+            self._tell(engine, "draining")
+        self._remove_if_drained(engine)
+
+    def remove(self, engine: UpstreamEngine) -> None:
+        """Forget it at once. What runs there goes on to its end."""
+        if engine.removed:
+            return
+        engine.removed = True
+        del self._engines[engine.url]
+        self._in_turn.remove(engine)
+        running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
+        log.info("%s engine %s is removed%s", engine.role, engine.url, running)
+        self._tell(engine, "removed")
+
+    @contextmanager
+    def reserved(self, engine: UpstreamEngine) -> Iterator[None]:
+        """Count a request for this engine while another engine prefills it."""
+        engine.reserved += 1
         try:
             yield
         finally:
-            tasks += self._checks.values()
+            engine.reserved -= 1
+            # Later: the request may go to the engine now, before anything else runs.
+            asyncio.get_running_loop().call_soon(self._left, engine)
+
+    def ticket_taken(self, engine: UpstreamEngine) -> None:
+        """A request holds a ticket of this engine, which must not be stopped before it is used."""
+        engine.tickets += 1
+
+    def ticket_ended(self, engine: UpstreamEngine) -> None:
+        engine.tickets -= 1
+        self._remove_if_drained(engine)
+
+    def _left(self, engine: UpstreamEngine) -> None:
+        """A request left an engine, which may have room for another one."""
+        self._remove_if_drained(engine)
+        self.turns.give()
+
+    def _remove_if_drained(self, engine: UpstreamEngine) -> None:
+        if engine.draining == "remove" and engine.idle:
+            self.remove(engine)
+
+    def _tell(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
+        if kind == "up":
+            away = engine.away_seconds
+            if away is not None and away <= _LONGEST_START_SECONDS:
+                for role in engine.roles:
+                    self._absences[role].append(away)
+        if kind in ("up", "changed"):
+            self.turns.give()
+        elif not self.some_up("decode"):
+            self.turns.stir()
+        for listener in self._listeners:
+            try:
+                listener(FleetChange(kind, engine))
+            except Exception:  # a listener's bug must not keep the fleet from changing
+                log.exception("a listener failed at %s of %s", kind, engine.url)
+
+    # Which one is next
+
+    def some_up(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> bool:
+        return any(engine.open and engine not in besides for engine in self.with_role(role))
+
+    def pick(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
+        """The engine with room that has the least load for its weight; equals in turn."""
+        fit = [e for e in self._in_turn if role in e.roles and e.room and e not in besides]
+        if not fit:
+            return None
+        best = min(fit, key=lambda engine: engine.load / engine.spec.weight)
+        self._in_turn.remove(best)
+        self._in_turn.append(best)
+        return best
+
+    def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
+        return sum(e.room for e in self.with_role("decode") if e not in besides)
+
+    def absence(self, role: Role) -> tuple[float, float | None]:
+        """Seconds until an engine should be up, and the usual absence, or None if none was seen.
+
+        An engine that is overdue may come at any moment: that is after `recover_after` probes.
+        """
+        seen = self._absences[role]
+        usual = statistics.median(seen) if seen else None
+        expected = self._limits.start_seconds if usual is None else usual
+        now = self._clock()
+        away = [now - e.down_since for e in self.with_role(role) if e.down_since is not None]
+        late = 0.0 if away else expected
+        left = min((expected - seconds for seconds in away if seconds < expected), default=late)
+        soonest = self._limits.probe_every_seconds * self._limits.recover_after
+        return max(left, soonest), usual
+
+    # HTTP
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Know each engine's state at the start, and keep it true until the end."""
+        first = self.engines
+        await asyncio.gather(*(self._probe(engine) for engine in first))
+        self._running = True
+        for engine in self.engines:
+            self._start_probing(engine, at_once=engine not in first)
+        try:
+            yield
+        finally:
+            self._running = False
+            tasks = [*self._probes, *self._checks.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._client.aclose()
+            await self.client.aclose()
 
     @asynccontextmanager
     async def ask(
@@ -265,7 +484,7 @@ class Upstream:
         try:
             try:
                 with anyio.fail_after(seconds):
-                    response = await self._client.send(request, stream=True)
+                    response = await self.client.send(request, stream=True)
                     chunks, rest = response.aiter_raw(), None
                     if _is_stream(response):
                         content = await anext(chunks, b"")
@@ -283,9 +502,13 @@ class Upstream:
                     engine.failed(f"HTTP {status}", during=str(asked))
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
             engine.answered()
+            self.turns.give()  # if that ended a trial
             yield answer
         finally:
             engine.in_flight -= 1
+            self._remove_if_drained(engine)
+            if "decode" in engine.roles:
+                self.turns.ended()
             asked.held.add(held_before - asked.held.bytes)
             if response is not None:
                 await response.aclose()
@@ -327,9 +550,18 @@ class Upstream:
                 return
             yield data
 
-    async def _keep_probing(self, engine: UpstreamEngine) -> None:
-        while True:
-            await asyncio.sleep(self._limits.probe_every_seconds)
+    def _start_probing(self, engine: UpstreamEngine, at_once: bool = False) -> None:
+        task = asyncio.create_task(self._keep_probing(engine, at_once))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _keep_probing(self, engine: UpstreamEngine, at_once: bool) -> None:
+        """Probe until the engine is removed. A task that is cancelled while it talks to an engine
+        could leave its connection behind, so that only happens when the router ends."""
+        while not engine.removed:
+            if not at_once:
+                await asyncio.sleep(self._limits.probe_every_seconds)
+            at_once = False
             try:
                 await self._probe(engine)
             except Exception:  # without probes, the engine's state would never change again
@@ -340,7 +572,7 @@ class Upstream:
         seconds = self._limits.probe_seconds
         try:
             with anyio.fail_after(seconds):
-                async with self._client.stream("GET", f"{engine.url}/health") as response:
+                async with self.client.stream("GET", f"{engine.url}/health") as response:
                     size = 0  # the connection can be reused only after the answer's end
                     async for chunk in response.aiter_raw():
                         size += len(chunk)
@@ -351,8 +583,17 @@ class Upstream:
             return
         if response.is_success:
             engine.probed_well()
+            self.turns.give()  # if that widened a trial
         else:
             engine.failed(f"/health answered {response.status_code}")
+
+
+def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
+    """What httpx verifies certificates with. Raises DescriptionError."""
+    try:
+        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise DescriptionError(f"cannot read certificates from {ca_file}: {error}") from None
 
 
 def _is_stream(response: httpx.Response) -> bool:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a request, from prefill to the last byte.
 
-    1. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
-       a ticket: `kv_transfer_params`.
-    2. A decode engine gets the request as the client wrote it, and the unchanged ticket.
-    3. Its answer goes to the client byte for byte: streams as they come, others when complete.
+    1. `placing` chooses by expected time where the request is decoded, and whether another engine
+       prefills it. Without the prompt's tokens, both are the engines with the fewest requests. The
+       decode engine counts the request while another one prefills.
+    2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
+       a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself. A
+       request that is computed where it is decoded skips this.
+    3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
+    4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
 What happens when an engine fails before the first byte to the client:
 
@@ -15,6 +19,8 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    all decode engines are busy     the request waits in line (`turns`) up to `queue_seconds`; then
+                                    429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
                                     that failed it and has started again; then 503, with the
                                     time after which an engine should be back
@@ -22,6 +28,8 @@ What happens when an engine fails before the first byte to the client:
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
+    too many requests fail          retries that an engine would notice have a budget for all
+                                    requests together; without it, the first failure counts
 
 After the first byte nothing is tried again, because the client has tokens already. A stream of
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
@@ -36,8 +44,10 @@ engines, and the engines abort. A ticket that no engine has claimed expires at t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import msgspec
@@ -45,6 +55,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import Message, Send
 
 from kvferry.router.api import (
+    COMMAND_LINE,
     Answer,
     ApiError,
     Generation,
@@ -52,22 +63,31 @@ from kvferry.router.api import (
     error_body,
     ticket_of,
 )
+from kvferry.router.cache.index import IndexStats
+from kvferry.router.choice.model import Decision, Option
+from kvferry.router.choice.rates import EngineMeter
 from kvferry.router.engines import (
     AnswerTooLong,
     EngineFailure,
-    EngineGroup,
+    Fleet,
     Incoming,
-    Upstream,
     UpstreamEngine,
 )
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
+from kvferry.router.keys import EngineKey, Secrets
+from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
+from kvferry.router.placing import Placement, Placing
+from kvferry.router.sources import Sources
+from kvferry.router.turns import LineFull, RetryBudget
 
 OUTCOMES = (
     "ok",
     "client_error",  # 4xx, an engine's or the router's
+    "unauthorized",  # 401
     "engine_error",  # 5xx, also the router's own 502 and 504
     "unavailable",  # 503: no decode engine is up, or an engine answered so
     "busy",  # 429, the router's or an engine's
+    "deadline",  # the client's own deadline was over
     "broken_stream",  # the decode engine failed after the first byte
     "client_gone",
     "stopped",  # still in flight when the router's time to drain was over
@@ -82,6 +102,7 @@ FALLBACKS = (
     "no_prefill_engine",
     "prefill_failed",  # all tries failed
     "no_ticket",  # the prefill engine has nothing to hand over, such as for a short prompt
+    "same_engine",  # the only decode engine left made the ticket, and has the cache already
     "batch",
     "prompt_logprobs",
 )
@@ -103,12 +124,25 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.prefill = EngineGroup(config.prefill, "prefill", config.limits)
-        self.decode = EngineGroup(config.decode, "decode", config.limits)
-        self.engines = self.prefill.engines + self.decode.engines
-        self.upstream = Upstream(config.limits)
+        self.draining = False  # the router was told to stop
+        self.fleet = Fleet(config.specs(), config.limits, ca_file=config.engine_ca)
+        self.sources = Sources(self.fleet, config.limits)
+        self.sources.names.use(COMMAND_LINE, [s for s in config.specs() if s.is_name])
+        if config.fleet_file is not None:
+            self.sources.watch_fleet(config.fleet_file)
+        self.keys: Secrets | None = None  # None: every client may ask
+        if config.api_keys_file is not None:
+            self.keys = Secrets("API key")
+            self.sources.watch("api_keys", config.api_keys_file, self.keys.use, secret=True)
+        self.engine_key: EngineKey | None = None  # None: engines see the clients' keys
+        if config.engine_key_file is not None:
+            self.engine_key = EngineKey()
+            self.sources.watch(
+                "engine_key", config.engine_key_file, self.engine_key.use, secret=True
+            )
         self.places = Places(config.limits.max_in_flight, config.limits.address_share)
         self.memory = MemoryLimit(config.limits)
+        self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
         self.fallbacks = Counter(dict.fromkeys(FALLBACKS, 0))
@@ -119,20 +153,71 @@ class Router:
             )
             for name, what in LATENCIES.items()
         }
+        self.placing = Placing(self.fleet, config, self.registry)
+        self.live = LiveState(self.now)
+
+    def now(self) -> RouterNow:
+        """What the page shows of this moment."""
+        stats = self.placing.index.stats() if self.placing.by_cost else {}
+        meters = self.placing.meters
+        return RouterNow(
+            engines=[_engine_now(e, meters[e.url], stats.get(e.url)) for e in self.fleet.engines],
+            in_flight=self.places.taken,
+            most_in_flight=self.limits.max_in_flight,
+            waiting=self.fleet.turns.waiting,
+            requests=self.requests,
+            retries=self.retries,
+            fallbacks=self.fallbacks,
+            problems={
+                file.name: f"The file of {file.name} is not used: {file.problem}"
+                for file in self.sources.files
+                if file.problem
+            },
+        )
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
-        await _Trip(self, asked, Generation(body), reply).run()
+        await _Trip(self, asked, Generation(body), reply, body).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
 
+def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
+    since, fits = engine.down_since, meter.fits()
+    decodes = "decode" in engine.roles
+    cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
+    return EngineNow(
+        url=engine.url,
+        roles=sorted(engine.roles, reverse=True),
+        up=engine.up,
+        draining=engine.draining is not None,
+        trial=bool(engine.trial),
+        reason=engine.reason,
+        down_seconds=None if since is None else time.monotonic() - since,
+        in_flight=engine.in_flight,
+        failures=engine.failures,
+        waiting_tokens=max(0, round(meter.waiting_work)),
+        running=meter.running if decodes else None,
+        prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
+        step_ms=1000 * meter.step_seconds(fits.step) if fits.step else None,
+        cache=cache,
+    )
+
+
 class ClientReply:
     """The answer to one client. Every send has a deadline, after which it raises ClientGone."""
 
-    def __init__(self, send: Send, request_id: bytes, client_seconds: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: bytes,
+        client_seconds: float,
+        is_last: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_last`: whether the connection is closed after this answer."""
+        self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
         self._between_events = False  # in a stream
@@ -147,6 +232,8 @@ class ClientReply:
         headers = [*answer.headers, (b"x-request-id", self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(answer.body)))
+        if self._is_last() and not any(name == b"connection" for name, _ in headers):
+            headers.append((b"connection", b"close"))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         await self._send(start)
         if answer.rest is None:
@@ -200,32 +287,66 @@ class _Trip:
     """One request, until it is answered. `wanted` is None if it needs no prefill."""
 
     def __init__(
-        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
+        self,
+        router: Router,
+        asked: Incoming,
+        wanted: Generation | None,
+        reply: ClientReply,
+        body: bytes = b"",
     ) -> None:
         self._router = router
+        self._fleet = router.fleet
         self._limits = router.limits
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
+        self._body = body
+        self._placement: Placement | None = None
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
+        self._alone = False  # decode-only by choice, which the next try may change
+        self._chosen_prefill: UpstreamEngine | None = None
+        self._ticket_from: UpstreamEngine | None = None  # while the ticket is unused
         self._failed_prefill: set[UpstreamEngine] = set()
         self._tried_decode: dict[UpstreamEngine, int] = {}  # and its `starts` at that time
-        self._patience_seconds = self._limits.wait_seconds
+        self._wait_seconds = self._limits.wait_seconds  # left for an engine to come up
+        self._queue_seconds = self._limits.queue_seconds  # left for one to have room
+        self._own_seconds = 0.0  # that reading and placing it took
+        self._prefilled_by: str | None = None
 
     async def run(self) -> None:
-        decode, tries = self._router.decode, 0
+        try:
+            if self._wanted is not None:
+                begun = time.monotonic()
+                self._placement = await self._router.placing.look(
+                    self._asked.path, self._body, self._asked.headers, self._wanted
+                )
+                self._own_seconds = time.monotonic() - begun
+            await self._run()
+        finally:
+            self._ticket_ended()
+            if self._placement is not None:
+                self._placement.ended()
+
+    async def _run(self) -> None:
+        tries = 0
         failure: EngineFailure | None = None
         if self._wanted is not None and (reason := self._wanted.decode_only_because()):
             self._fall_back(reason)
+        self._router.budget.request()
         # Checked before the prefill, which would be useless without a decode engine.
-        while tries < self._limits.tries and await self._one_is_up():
-            if self._wanted is not None and self._ticket is None:
-                await self._prefill(self._wanted, again=tries > 0)
-                if self._reply.status:
-                    return
-            engine = decode.pick(besides=self._failed_decode())
-            if engine is None:  # it went down while the other prefilled
+        while tries < self._limits.tries and await self._turn():
+            engine = self._choose() or self._pick_decode()
+            if engine is None:  # it went down just now
+                continue
+            with self._fleet.reserved(engine):
+                if self._wanted is not None and self._ticket is None:
+                    await self._prefill(self._wanted, engine, again=tries > 0)
+                    if self._reply.status:
+                        return
+            if not engine.up:  # it went down while the other prefilled
+                if self._alone:
+                    self._ticket, self._alone = None, False
                 continue
             if tries:
                 self._router.retries["decode"] += 1
@@ -241,39 +362,133 @@ class _Trip:
                 self._asked.trail.append(str(error))
                 if isinstance(error, AnswerTooLong):
                     break
-                if error.delivered and self._ticket:
-                    self._ticket = None
-                if error.broke_off and not decode.some_up(besides=self._failed_decode()):
-                    await self._router.upstream.check(engine)
+                if self._alone or (error.delivered and self._ticket):
+                    self._ticket, self._alone = None, False
+                    self._ticket_ended()
+                if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
+                    await self._fleet.check(engine)
+                if tries < self._limits.tries and not await self._may_retry(error):
+                    break
         await self._give_up(failure)
+
+    async def _may_retry(self, error: EngineFailure) -> bool:
+        """Whether another engine may be asked. What no living engine has seen is always free."""
+        if not error.delivered or self._router.budget.take():
+            return True
+        if error.broke_off:
+            await self._fleet.check(error.engine)
+            if error.engine.gone:
+                return True
+        self._router.budget.refused += 1
+        self._asked.trail.append("no retry: too many requests fail")
+        return False
+
+    def _choose(self) -> UpstreamEngine | None:
+        """The decode engine of the cheapest way, which is kept. None: there is no view of it."""
+        self._chosen_prefill = None
+        if self._placement is None or self._ticket:
+            return None
+        begun = time.monotonic()
+        decision = self._placement.choose(
+            may_hand_over=self._ticket is None,
+            not_prefill={engine.url for engine in self._failed_prefill},
+            not_decode={engine.url for engine in self._failed_decode()},
+        )
+        if decision is None:
+            return None
+        self._own_seconds += time.monotonic() - begun
+        self._show(decision)
+        self._asked.trail.append(decision.why)
+        chosen = decision.chosen
+        if chosen.prefill is not None:
+            self._chosen_prefill = self._fleet.get(chosen.prefill)
+        elif self._ticket is None:
+            self._ticket, self._alone = b"", True
+        return self._fleet.get(chosen.decode)
+
+    def _show(self, decision: Decision) -> None:
+        """Show the first decision of this request on the page; what came of it is added later."""
+        asked, placement = self._asked, self._placement
+        if asked.placed is None and placement is not None:
+            asked.placed = self._router.live.decided(
+                asked.request_id.decode(), placement.tokens, decision, self._own_seconds
+            )
+
+    def _pick_decode(self) -> UpstreamEngine | None:
+        """A decode engine that has not failed this request, and did not make its ticket."""
+        failed = self._failed_decode()
+        others = failed if self._ticket_from is None else failed | {self._ticket_from}
+        engine = self._fleet.pick("decode", besides=others)
+        if engine is None and self._ticket_from is not None:
+            engine = self._fleet.pick("decode", besides=failed)
+            if engine is not None:
+                self._ticket_ended()
+                self._fall_back("same_engine")
+        return engine
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
-    async def _one_is_up(self) -> bool:
-        """Whether a decode engine can be asked. If none is up, wait for one."""
-        decode = self._router.decode
-        if not decode.some_up() and self._patience_seconds > 0:
-            waited = await decode.wait_up(self._patience_seconds)
-            self._patience_seconds -= waited
-            self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
-        return decode.some_up(besides=self._failed_decode())
+    async def _turn(self) -> bool:
+        """Wait until a decode engine has room, and it is this request's turn.
 
-    async def _prefill(self, wanted: Generation, again: bool) -> None:
-        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx."""
-        prefill, failed = self._router.prefill, self._failed_prefill
+        False if no engine is left that could serve it. Raises ApiError 429 if all are busy.
+        """
+        fleet = self._fleet
+        while not fleet.turns.at_once(failed := self._failed_decode()):
+            busy = fleet.some_up("decode")
+            if busy and not fleet.some_up("decode", besides=failed):
+                return False
+            seconds = self._queue_seconds if busy else self._wait_seconds
+            if seconds <= 0 and not busy:
+                return False
+            begun = time.monotonic()
+            try:
+                if seconds <= 0:
+                    raise LineFull(f"this request waited {self._limits.queue_seconds:g} s")
+                # An engine that comes up now was started again, and has failed nothing since.
+                besides = failed if busy else ()
+                granted = await fleet.turns.wait(self._asked.client, besides, seconds)
+            except LineFull as error:
+                if not busy:
+                    return False
+                later = fleet.turns.expected_seconds()
+                message = f"all decode engines are busy, and {error}; ask again in {later:.0f} s"
+                raise ApiError(429, "engines_busy", message, later) from None
+            waited = time.monotonic() - begun
+            if busy:
+                self._queue_seconds -= waited
+            else:
+                self._wait_seconds -= waited
+            self._asked.trail.append(f"waited {waited:.1f} s for a decode engine")
+            if granted:
+                break
+        return True
+
+    async def _prefill(self, wanted: Generation, decode: UpstreamEngine, again: bool) -> None:
+        """Get a ticket, or decide for decode-only, or answer the client with an engine's 4xx.
+
+        `decode` is the engine that will use the ticket.
+        """
+        fleet, failed = self._fleet, self._failed_prefill
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
         retry = "prefill_again" if again else ""
-        while len(failed) < self._limits.tries and (engine := prefill.pick(besides=failed)):
+        placement = self._placement
+        while len(failed) < self._limits.tries and (
+            engine := self._chosen_prefill or fleet.pick("prefill", besides=failed | {decode})
+        ):
+            self._chosen_prefill = None
             if retry:
                 self._router.retries[retry] += 1
             retry = "prefill"
             try:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
-                async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+                if placement is not None:
+                    placement.prefill(engine.url)
+                async with fleet.ask(engine, asked, body, seconds) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -281,19 +496,37 @@ class _Trip:
                     if got.status != 200:
                         raise EngineFailure(engine, f"answered {got.status} to a prefill")
                     self._ticket = ticket_of(got.body)
+                    self._prefilled_by = engine.url if self._ticket else None
+                    if self._ticket:
+                        self._ticket_from = engine
+                        fleet.ticket_taken(engine)
+                    if placement is not None:
+                        placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.trail.append(f"{error}")
                 failed.add(engine)
+                if placement is not None:
+                    placement.prefill_failed()
+                if not isinstance(error, EngineFailure):
+                    error = EngineFailure(engine, "its answer is no JSON object")
+                if len(failed) < self._limits.tries and not await self._may_retry(error):
+                    break
                 continue
             if not self._ticket:
                 self._fall_back("no_ticket")
             return
         self._fall_back("prefill_failed" if failed else "no_prefill_engine")
 
+    def _ticket_ended(self) -> None:
+        """The ticket was used, or never will be."""
+        if self._ticket_from is not None:
+            self._fleet.ticket_ended(self._ticket_from)
+            self._ticket_from = None
+
     def _fall_back(self, reason: str) -> None:
-        self._ticket = b""
+        self._ticket, self._prefilled_by = b"", None
         self._router.fallbacks[reason] += 1
         self._asked.trail.append(f"decode-only: {reason}")
 
@@ -305,19 +538,52 @@ class _Trip:
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        async with self._router.upstream.ask(engine, asked, body, seconds) as got:
+        if wanted is not None and asked.placed is None:  # without a choice by cost
+            why = "the fewest requests in flight"
+            if self._prefilled_by is None:
+                why = next((said for said in asked.trail if said.startswith("decode-only")), why)
+            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+            self._show(Decision(option, (), why))
+        placement, handed_over = self._placement, bool(self._ticket)
+        if placement is not None:
+            placement.decode(engine.url, handed_over=handed_over)
+        async with self._fleet.ask(engine, asked, body, seconds) as got:
+            self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
+            if placement is not None and got.status == 200:
+                if got.rest is not None:
+                    placement.first(engine.url, got.body)
+                    got = replace(got, rest=_watched(got.rest, placement))
+                else:
+                    placement.saw(got.body)
+            if asked.placed is not None and placement is not None:
+                self._router.live.answered(
+                    asked.placed,
+                    placement.actual_seconds,
+                    prefill=self._prefilled_by if handed_over else None,
+                    decode=engine.url,
+                )
             await self._send(got)
+            if placement is not None and got.status == 200:
+                placement.served(handed_over=handed_over)
+                if asked.placed is not None:
+                    self._router.live.served(asked.placed, placement.cached_tokens)
+                if placement.decision is not None and placement.actual_seconds is not None:
+                    expected, actual = (
+                        placement.decision.chosen.seconds,
+                        placement.actual_seconds,
+                    )
+                    asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
             message = f"the answer has more than {self._limits.max_answer_bytes} bytes"
             raise ApiError(502, "answer_too_long", f"{message}; ask for a stream")
-        decode = self._router.decode
-        gone = failure is not None and failure.broke_off and not decode.some_up()
+        fleet = self._fleet
+        gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
-            seconds, usual = decode.absence()
-            message = f"none of {len(decode.engines)} decode engines is up; "
+            seconds, usual = fleet.absence("decode")
+            message = f"none of {len(fleet.with_role('decode'))} decode engines is up; "
             if usual is not None:
                 message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"
@@ -331,5 +597,15 @@ class _Trip:
     async def _send(self, answer: Answer) -> None:
         if self._wanted is not None:
             path = b"decode-only" if self._ticket == b"" else b"prefill+decode"
-            answer = replace(answer, headers=[*answer.headers, (b"x-kvferry-path", path)])
+            headers = [*answer.headers, (b"x-kvferry-path", path)]
+            if self._placement is not None and self._placement.decision is not None:
+                headers.append((b"x-kvferry-decision", self._placement.summary()))
+            answer = replace(answer, headers=headers)
         await self._reply.send(answer)
+
+
+async def _watched(rest: AsyncIterator[bytes], placement: Placement) -> AsyncIterator[bytes]:
+    """A stream, as it is."""
+    async for data in rest:
+        placement.saw(data)
+        yield data

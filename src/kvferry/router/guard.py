@@ -38,6 +38,8 @@ Lack = Literal["address", "all"]  # whose limit is reached
 # Frees a part of what one address or (None) all clients have; False if nothing can be freed.
 MakeRoom = Callable[[str | None], bool]
 
+LIVE_STREAM = "/live/stream"  # see `page`
+
 # An engine's server may refuse long headers by closing the connection, which looks like a failed
 # engine. These limits are a guess at what engines take.
 _MAX_HEADER_BYTES = 32 << 10
@@ -320,6 +322,12 @@ class ClientConnection(H11Protocol):
         self.guard.moved(self, _Stage.HEAD)  # the wait for the next request's headers begins
         super().on_response_complete()
         self.guard.moved(self, self._stage_now())
+
+    def shutdown(self) -> None:
+        """The server stops: answers may end, but the stream of the page has no end."""
+        super().shutdown()
+        if self.stage not in (None, _Stage.HEAD) and self.scope["path"] == LIVE_STREAM:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         self.since = self.loop.time()

@@ -357,6 +357,7 @@ class PoolEvents:
                         lora_id=getattr(lora, "lora_int_id", None),
                         medium=MEDIUM,
                         lora_name=getattr(lora, "lora_name", None),
+                        extra_keys=_extra_keys(request, run, size),
                         group_idx=blocks.table,
                     )
                 )
@@ -384,6 +385,18 @@ class PoolEvents:
         if block_tokens % size or tokens // size > len(request.block_hashes):
             return None
         return maybe_convert_block_hash(request.block_hashes[tokens // size - 1])
+
+
+def _extra_keys(request: Any, numbers: Sequence[int], block_tokens: int) -> list[Any] | None:
+    """What vLLM's hashes of these blocks depend on besides tokens: salts, adapters, images."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+    keys = []
+    for number in numbers:
+        start = number * block_tokens
+        of_block, _ = generate_block_hash_extra_keys(request, start, start + block_tokens, 0)
+        keys.append(of_block)
+    return to_event_extra_keys(keys)  # type: ignore[no-any-return]
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

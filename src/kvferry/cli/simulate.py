@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry simulate`: a trace through policies and modelled engines, as a table, JSON or a page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
+from kvferry.errors import DescriptionError
+from kvferry.simulate.engine import MEASURED, EngineRates, read_rates
+from kvferry.simulate.page import HEAD, Run, html_page, row
+from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, Result
+from kvferry.simulate.run import simulate as run_one
+from kvferry.simulate.trace import Trace, read_trace
+
+
+def simulate(
+    trace: Annotated[Path, typer.Option(help="JSON lines: Mooncake's traces, or ours (docs).")],
+    engines: Annotated[str, typer.Option(help="8 (all do both), or 4P4D.")] = "8",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(POLICIES)}, or all; may be repeated (default: cost)."),
+    ] = None,
+    speed: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests come so many times as fast; may be repeated.", min=1e-6),
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="What an engine costs, as JSON (default: 8B on an H200).")
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Of one engine's cache (default: by the rates).", min=1)
+    ] = None,
+    pool_blocks: Annotated[int, typer.Option(help="Of a pool of all engines.", min=0)] = 0,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
+    first_token_ms: Annotated[float, typer.Option(help="Of a good request, at most.")] = 2000.0,
+    token_ms: Annotated[float, typer.Option(help="And for each later token.")] = 50.0,
+    hash_blocks: Annotated[int, typer.Option(help="That prefix-hash looks at.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal results.")] = 1,
+    as_json: Json = False,
+    html: Html = None,
+) -> None:
+    """Replay a trace through the router's choice over modelled engines, before buying them."""
+    with refusals():
+        costs = read_rates(rates or MEASURED)
+        shape = FleetShape.read(engines)
+        policies = _policies(policy or ["cost"])
+        read = read_trace(trace, requests)
+        runs = []
+        for times in speed or [1.0]:
+            faster = read.faster(times)
+            for name in policies:
+                plan = Plan(
+                    policy=name,
+                    shape=shape,
+                    rates=costs,
+                    blocks=blocks,
+                    pool_blocks=pool_blocks,
+                    seed=seed,
+                    hash_blocks=hash_blocks,
+                    first_token_seconds=first_token_ms / 1000,
+                    token_seconds=token_ms / 1000,
+                )
+                runs.append(Run(times, run_one(faster, plan)))
+        about = _about(read, shape, costs, blocks, pool_blocks, first_token_ms, token_ms)
+        if html is not None:
+            keep_page(html, html_page(f"{trace.name} on {shape} engines", about, runs), "page")
+    if as_json:
+        print_json({"about": about, "runs": [_as_json(run) for run in runs]})
+        return
+    console = Console()
+    for line in about:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(table(HEAD, [row(run) for run in runs]))
+    real = sum(run.result.real_seconds for run in runs)
+    count = sum(run.result.requests for run in runs)
+    console.print(f"{count:,} requests in {real:.1f} s", highlight=False)
+
+
+def _policies(names: list[str]) -> list[Policy]:
+    if names == ["all"]:
+        return list(POLICIES)
+    for name in names:
+        if name not in POLICIES:
+            raise DescriptionError(
+                f"{name!r} is no policy; there are: {', '.join(POLICIES)}, and all"
+            )
+    return cast(list[Policy], list(dict.fromkeys(names)))
+
+
+def _about(
+    trace: Trace,
+    shape: FleetShape,
+    rates: EngineRates,
+    blocks: int | None,
+    pool_blocks: int,
+    first_token_ms: float,
+    token_ms: float,
+) -> list[str]:
+    size = trace.block_tokens
+    if blocks is None:
+        blocks = int(rates.cache_bytes / rates.bytes_per_token / size)
+    lines = [
+        f"{len(trace.requests):,} requests over {trace.seconds:,.0f} s. {shape} engines, each with "
+        f"a cache of {blocks:,} blocks of {size} tokens"
+        + (f", and a pool of {pool_blocks:,} blocks." if pool_blocks else "."),
+        f"Good: first token within {first_token_ms:g} ms, {token_ms:g} ms for each later one.",
+    ]
+    if rates.about:
+        measured = f" Measured by: {rates.command}" if rates.command else ""
+        lines.append(f"Rates: {rates.about}.{measured}")
+    return lines
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    result: Result = run.result
+    fields = asdict(result)
+    del fields["first_tokens"]
+    fields |= {"speed": run.speed, "hit_rate": result.hit_rate}
+    if math.isnan(result.expected_error):
+        fields["expected_error"] = None
+    return cast(dict[str, Any], msgspec.to_builtins(fields))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin API: the fleet as a resource, for those who have the token.
+
+    GET    /admin/engines             all engines, with their state
+    POST   /admin/engines             add one: {"url", "roles", "events", "replay", "weight"}; one
+                                      that drains is taken back
+    PATCH  /admin/engines?url=URL     change it: roles, events, replay, weight, or "draining":
+                                      "remove" or "stay" (what comes after it), or null to take it
+                                      back
+    DELETE /admin/engines?url=URL     forget it at once; what runs there goes on to its end
+
+Without a token these routes do not exist. Every request needs `Authorization: Bearer TOKEN`, before
+its body is read; a body has 64 KiB at most. Errors have OpenAI's format. An engine that a file or a
+name brought is changed there, because it would come back otherwise: here it can only be drained to
+stay, and taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.errors import DescriptionError
+from kvferry.router.api import COMMAND_LINE, ROLES, ApiError, EngineSpec, base_url
+from kvferry.router.engines import UpstreamEngine
+from kvferry.router.flow import Router
+from kvferry.router.guard import ClientGone, RequestMemory, address_of, read_body
+from kvferry.router.keys import Secrets
+from kvferry.router.sources import SPEC_FIELDS, read_spec
+
+log = logging.getLogger(__name__)
+PATH = "/admin/engines"
+METHODS = ["GET", "POST", "PATCH", "DELETE"]
+SOURCE = "the admin API"
+_MAX_BODY_BYTES = 64 << 10
+
+
+class Admin:
+    """The admin API of one router."""
+
+    def __init__(self, router: Router, token: str) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._token = Secrets("admin token", token)
+        self._limits = replace(router.limits, max_body_bytes=_MAX_BODY_BYTES)
+
+    async def engines(self, request: Request) -> Response:
+        headers = list(request.scope["headers"])
+        address = address_of(request.scope.get("client"))
+        held = RequestMemory(self._router.memory, address)
+        try:
+            try:
+                self._token.require(headers)
+                body = await read_body(headers, request.receive, held, self._limits)
+                answer = self._answer(request.method, request.query_params, body)
+            except DescriptionError as error:
+                raise ApiError(400, "invalid_engine", str(error)) from None
+        except ApiError as error:
+            refusal = error.answer
+            log.warning("admin API: %s from %s: %d", request.method, address, refusal.status)
+            return Response(
+                refusal.body, refusal.status, {k.decode(): v.decode() for k, v in refusal.headers}
+            )
+        except ClientGone:
+            return Response(status_code=400)
+        finally:
+            held.close()
+        if request.method != "GET":
+            log.info("admin API: %s from %s: done", request.method, address)
+        return answer
+
+    def _answer(self, method: str, query: Mapping[str, str], body: bytes) -> Response:
+        if method == "GET":
+            return JSONResponse({"engines": [described(e) for e in self._fleet.engines]})
+        if method == "POST":
+            return self._add(read_spec(_object(body), SOURCE))
+        engine = self._named(query)
+        if method == "PATCH":
+            self._change(engine, _object(body))
+        else:
+            _require_ours(engine)
+            self._fleet.remove(engine)
+        return JSONResponse(described(engine))
+
+    def _add(self, spec: EngineSpec) -> Response:
+        if spec.is_name:
+            raise DescriptionError("a name is for the command line or a fleet file; add addresses")
+        there = self._fleet.get(spec.url)
+        if there is not None and there.draining is None:
+            raise ApiError(409, "engine_exists", f"{spec.url} is in the fleet, as {there.role}")
+        if there is not None and there.draining == "stay" and not _ours(there):
+            spec = there.spec  # taken back as its source names it
+        return JSONResponse(described(self._fleet.add(spec)), status_code=201)
+
+    def _named(self, query: Mapping[str, str]) -> UpstreamEngine:
+        url = base_url(query.get("url", ""))
+        engine = self._fleet.get(url)
+        if engine is None:
+            raise ApiError(404, "no_such_engine", f"{url} is not in the fleet")
+        return engine
+
+    def _change(self, engine: UpstreamEngine, said: dict[str, Any]) -> None:
+        then = said.pop("draining", "no word")
+        if then not in ("remove", "stay", None, "no word"):
+            raise DescriptionError(f'draining must be "remove", "stay" or null, not {then!r:.80}')
+        if said or then == "remove":
+            _require_ours(engine)
+        if said:
+            now = {name: getattr(engine.spec, name) for name in SPEC_FIELDS}
+            now["roles"] = sorted(engine.roles)
+            self._fleet.change(engine, read_spec(now | said, engine.spec.source))
+        if then in ("remove", "stay"):
+            self._fleet.drain(engine, then)
+        elif then is None and engine.draining is not None:
+            self._fleet.add(engine.spec)
+
+
+def described(engine: UpstreamEngine) -> dict[str, Any]:
+    """An engine as JSON."""
+    spec = engine.spec
+    return {
+        "url": spec.url,
+        "roles": [role for role in ROLES if role in spec.roles],
+        "events": spec.events,
+        "replay": spec.replay,
+        "weight": spec.weight,
+        "source": spec.source,
+        "up": engine.up,
+        "trial": engine.trial,
+        "reason": engine.reason or None,
+        "draining": engine.draining,
+        "removed": engine.removed,
+        "in_flight": engine.in_flight,
+        "idle": engine.idle,
+    }
+
+
+def _ours(engine: UpstreamEngine) -> bool:
+    """Whether nobody but this API says what the engine is, once the router runs."""
+    return engine.spec.source in (SOURCE, COMMAND_LINE)
+
+
+def _require_ours(engine: UpstreamEngine) -> None:
+    """Refuse to change what a file or a name would bring back."""
+    if not _ours(engine):
+        raise ApiError(
+            409,
+            "engine_of_another_source",
+            f"{engine.url} comes from {engine.spec.source}, which would bring it back; change it "
+            "there, or drain it to stay",
+        )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DescriptionError(f"the body must be a JSON object: {error}") from None
+    if not isinstance(said, dict):
+        raise DescriptionError("the body must be a JSON object")
+    return said

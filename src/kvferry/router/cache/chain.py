@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of a prompt's blocks, which are the router's own.
+
+Engines name a block by a hash of their own: with their seed, their function, and their block size.
+The router does not repeat that. It names a block by a digest of the block's tokens and of the
+digest before it, so a digest stands for the whole prefix that ends with the block. The router makes
+the digests of a prompt from its tokens, and the digests of an engine's blocks from the tokens in
+its events. Both are equal exactly where the tokens are.
+
+The first digest follows a seed: the namespace, in which equal tokens mean equal caches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+_TOKEN_BYTES = 4
+_TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Caches are shared only within one namespace; "" is the usual one."""
+
+    model: str = ""  # the base model, where engines of one router serve several
+    lora: str = ""
+    salt: str = ""  # a request's `cache_salt`
+
+    @property
+    def seed(self) -> bytes:
+        names = repr((self.model, self.lora, self.salt)).encode("utf-8", "surrogatepass")
+        return blake2b(names, digest_size=DIGEST_BYTES, person=b"kvferry prompts").digest()
+
+
+class PromptChain:
+    """The tokens of one prompt, and the digests of its blocks."""
+
+    __slots__ = ("_digests", "_packed", "namespace", "tokens")
+
+    def __init__(self, namespace: Namespace, token_ids: Iterable[int]) -> None:
+        """Raises ValueError for what cannot be a token."""
+        self.namespace = namespace
+        self._packed = pack(token_ids)
+        self.tokens = len(self._packed) // _TOKEN_BYTES
+        self._digests: dict[int, list[bytes]] = {}
+
+    def digests(self, block_tokens: int) -> list[bytes]:
+        """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
+        digests = self._digests.get(block_tokens)
+        if digests is None:
+            digests = extend(self.namespace.seed, self._packed, block_tokens)
+            self._digests[block_tokens] = digests
+        return digests
+
+
+def pack(token_ids: Iterable[int]) -> bytes:
+    """Tokens as bytes, for `extend`. Raises ValueError for what cannot be a token."""
+    try:
+        return array(_TOKEN_TYPE, token_ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be from 0 to 2**32 - 1: {error}") from None
+
+
+def extend(
+    parent: bytes, packed: bytes, block_tokens: int, extras: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Digests of the whole blocks that follow the block with the digest `parent`.
+
+    `extras`: for each block, what else its cache depends on, such as an image; b"" for nothing.
+    """
+    size = block_tokens * _TOKEN_BYTES
+    digests = []
+    for number, at in enumerate(range(0, len(packed) - size + 1, size)):
+        block = parent + packed[at : at + size]
+        if extras and extras[number]:
+            block += extras[number]
+        parent = blake2b(block, digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's events, from its publisher into the index.
+
+vLLM publishes what its cache stores and removes (`--kv-events-config`): batches, numbered from 0,
+over a PUB socket. A second socket, if the engine has one (`replay_endpoint`), sends the last
+batches again, from a number that is asked for. Each data-parallel rank has sockets of its own, at
+the next port. A publisher that says nothing has nothing to say: its engine is idle. Whether the
+engine is alive is for others to find out.
+
+The part of the index that the stream feeds is in one of these states:
+
+    estimated   nothing was told yet
+    replaying   missed batches are asked for
+    live        every batch since the engine's start was applied
+    lost        batches are missing. What was known before is forgotten; what is told since then is
+                true, but not all. It ends when the engine is reset or restarts, or has evicted what
+                it had stored before
+
+What happens:
+
+    the first batch has number 0         live
+    the stream begins later              replay from 0; live if it goes back that far, else lost
+    a number is missing                  replay of what is missing; lost if it cannot be had
+    the numbers begin again              the engine restarted: forget at once, begin again
+    the connection was made again        the replay is asked for the last batch. If it is the same,
+                                         the engine did not restart. Without a replay: lost
+    a batch cannot be read               it is missing, and no replay has it
+    no answer to a replay                lost; asked again after a while, longer each time
+    `restarted`, from whoever knows      forget at once, replay from 0
+
+A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
+stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvferry.errors import DescriptionError
+from kvferry.router.cache.index import CacheIndex, Cleared, Event, Part, Removed, Stored
+
+log = logging.getLogger(__name__)
+
+_MOST_RANKS = 1024
+_MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
+_MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
+_POLL_SECONDS = 0.5  # after which the stream looks whether anything was asked of it
+_REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
+_ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
+_REPLAY_TRIES = 5  # each of which must bring the stream further
+_RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
+_MOST_RETRY_SECONDS = 60.0
+_SETTLE_SECONDS = 0.5  # after which a new connection surely carries all that is published
+_END = b"\xff" * 8  # the number after the last batch of a replay
+_HEARTBEAT_SECONDS = 10  # by which a connection to a machine that is gone is noticed
+_DIGEST_BYTES = 16
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where an engine publishes. `read` takes it from a text."""
+
+    events: str  # tcp://host:port or ipc://path, of data-parallel rank 0
+    replay: str | None = None
+    topic: str = ""
+    ranks: int = 1  # data-parallel
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.events, self.replay):
+            if endpoint is not None:
+                _require_endpoint(endpoint)
+        if not 1 <= self.ranks <= _MOST_RANKS:
+            raise DescriptionError(f"ranks must be from 1 to {_MOST_RANKS}, not {self.ranks}")
+        if self.ranks > 1 and not self.events.startswith("tcp://"):
+            raise DescriptionError(f"data-parallel ranks publish at tcp://, not at {self.events}")
+
+    @classmethod
+    def read(cls, text: str) -> EventSource:
+        """From tcp://host:5557[,replay=tcp://host:5558][,topic=T][,ranks=N]."""
+        events, *options = text.split(",")
+        given: dict[str, Any] = {}
+        for option in options:
+            name, _, value = option.partition("=")
+            if name not in ("replay", "topic", "ranks"):
+                raise DescriptionError(
+                    f"{option!r} is no option of events; there are: replay=, topic=, ranks="
+                )
+            if name == "ranks" and not value.isdecimal():
+                raise DescriptionError(f"ranks must be a whole number, not {value!r}")
+            given[name] = int(value) if name == "ranks" else value
+        return cls(events, **given)
+
+    def of_rank(self, rank: int) -> EventSource:
+        """vLLM's rule: each rank has the next port."""
+        if rank == 0:
+            return replace(self, ranks=1)
+        return replace(
+            self,
+            events=_next_port(self.events, rank),
+            replay=None if self.replay is None else _next_port(self.replay, rank),
+            ranks=1,
+        )
+
+
+class EventStreams:
+    """The streams of one engine, one for each data-parallel rank."""
+
+    def __init__(self, index: CacheIndex, engine: str, source: EventSource, **part: Any) -> None:
+        """`part`: what `CacheIndex.part` takes."""
+        self._streams = [
+            EventStream(index, index.part(engine, rank, **part), source.of_rank(rank))
+            for rank in range(source.ranks)
+        ]
+
+    async def run(self) -> None:
+        """Follow the engine until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for stream in self._streams:
+                group.create_task(stream.run())
+
+    def restarted(self) -> None:
+        """The engine came up again. What it held is forgotten when this returns."""
+        for stream in self._streams:
+            stream.restarted()
+
+
+class EventStream:
+    """One publisher. Everything but `restarted` happens in the task that calls `run`."""
+
+    def __init__(
+        self,
+        index: CacheIndex,
+        part: Part,
+        source: EventSource,
+        *,
+        replay_seconds: float = _REPLAY_SECONDS,
+        answer_seconds: float = _ANSWER_SECONDS,
+        retry_seconds: float = _RETRY_SECONDS,
+    ) -> None:
+        self._index = index
+        self._part = part
+        self._source = source
+        self._replay_seconds = replay_seconds
+        self._answer_seconds = answer_seconds
+        self._first_retry_seconds = self._retry_seconds = retry_seconds
+        self._last = -1  # number of the last batch that was applied
+        self._last_digest = b""  # of its bytes
+        self._begun = False  # `_last` counts; before that, any number may come
+        self._stopgap = False  # batches were applied because a replay was not answered
+        self._heard = -1  # number of the last batch that the publisher sent by itself
+        self._connections = 0
+        self._replay_at: float | None = None  # when to ask; None: nothing is missing
+        self._unanswered = False  # the last replay
+        self._settled_at = 0.0  # when to ask once more after a connection was made
+        self._restarted = False
+
+    async def run(self) -> None:
+        """Follow the publisher until cancelled."""
+        context = zmq.asyncio.Context()
+        try:
+            while True:
+                try:
+                    await self._follow(context)
+                except Exception:  # without the stream, the engine's part would never change again
+                    log.exception("the events of %s broke the stream", self._part.engine)
+                    self._begin_again()
+                    await asyncio.sleep(self._first_retry_seconds)
+        finally:
+            context.destroy(linger=0)
+
+    def restarted(self) -> None:
+        """The engine came up again. What it held is forgotten when this returns."""
+        self._index.forget_part(self._part)
+        self._restarted = True
+
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
+        socket = context.socket(zmq.SUB)
+        _set_up(socket)
+        socket.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
+        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(watch, zmq.POLLIN)
+        try:
+            socket.connect(self._source.events)
+            while True:
+                if self._restarted:
+                    self._restarted = False
+                    self._begin_again()
+                if self._replay_at is not None and time.monotonic() >= self._replay_at:
+                    await self._catch_up(context)
+                ready = dict(await poller.poll(_POLL_SECONDS * 1000))
+                if watch in ready:
+                    await watch.recv_multipart()
+                    self._connected()
+                if socket in ready:
+                    self._receive(await socket.recv_multipart())
+        finally:
+            socket.disable_monitor()
+            watch.close(linger=0)
+            socket.close(linger=0)
+
+    def _connected(self) -> None:
+        """Behind a new connection, there may be another process than before."""
+        self._connections += 1
+        self._heard = -1
+        if self._source.replay is not None:
+            self._replay_at = 0.0
+            self._settled_at = time.monotonic() + _SETTLE_SECONDS
+        elif self._connections > 1 and self._begun:
+            self._lose("the connection broke")
+            self._begun = False
+
+    def _receive(self, frames: list[bytes]) -> None:
+        """A batch from the publisher itself."""
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self._part.garbage += 1
+            return
+        number, payload = int.from_bytes(frames[1], "big"), frames[2]
+        if number <= self._heard:
+            self._note_restart()
+        self._heard = number
+        if not self._begun and number == 0:
+            self._begin(-1)
+            self._replay_at = None
+        if self._begun and number <= self._last:
+            return  # a replay had it already
+        if not self._begun or number > self._last + 1:
+            if self._source.replay is not None and not self._unanswered:
+                self._replay_at = 0.0
+                return  # the replay will have this batch too
+            if self._begun:
+                missing = number - self._last - 1
+                self._part.lost_events += missing
+                self._lose(f"{missing} batches are missing")
+            self._begin(number - 1)
+            self._stopgap = self._source.replay is not None
+        self._apply(number, payload)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        self._last, self._last_digest = number, _digest(payload)
+        batch = decode(payload)
+        if batch is None:
+            self._part.garbage += 1
+            self._part.lost_events += 1
+            self._lose("a batch cannot be read")
+            return
+        self._part.garbage += batch.unreadable
+        self._index.told(self._part, batch.events)
+
+    def _begin(self, last: int) -> None:
+        """The next batch is the one after `last`; -1: the engine's first."""
+        self._begun, self._last, self._last_digest = True, last, b""
+        if last < 0:
+            self._index.whole(self._part)
+        else:
+            self._index.incomplete(self._part)
+
+    def _begin_again(self) -> None:
+        self._index.forget_part(self._part)
+        self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
+        if self._source.replay is not None:
+            self._replay_at, self._unanswered = 0.0, False
+
+    def _note_restart(self) -> None:
+        log.info("the engine %s restarted: its events began again", self._part.engine)
+        self._part.restarts += 1
+        self._begin_again()
+
+    def _lose(self, why: str) -> None:
+        """Nothing that was told so far is certain any more."""
+        log.warning("events of %s are lost (%s): its cache is forgotten", self._part.engine, why)
+        self._index.forget_part(self._part)
+        self._index.incomplete(self._part)
+
+    # Replays
+
+    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+        """Ask for everything that was missed."""
+        part, before = self._part, self._part.view
+        part.replaying = True
+        part.replays += 1
+        try:
+            async with asyncio.timeout(self._replay_seconds):
+                for _ in range(_REPLAY_TRIES):
+                    if await self._replay(context):
+                        break
+                else:
+                    raise TimeoutError
+        except (TimeoutError, zmq.ZMQError):
+            if self._begun and not self._stopgap:
+                part.lost_events += max(0, self._heard - self._last)
+                self._lose("the replay does not answer")
+                self._begun = False
+            elif not self._begun and before == "live":
+                self._index.incomplete(part)
+            self._unanswered = True
+            self._replay_at = time.monotonic() + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
+        else:
+            self._unanswered, self._retry_seconds = False, self._first_retry_seconds
+            now = time.monotonic()
+            self._replay_at = self._settled_at if now < self._settled_at else None
+        finally:
+            part.replaying = False
+
+    async def _replay(self, context: zmq.asyncio.Context) -> bool:
+        """One answer, applied. False: it has to be asked again.
+
+        It is asked for the last batch too: a publisher that has another one there is another
+        engine.
+        """
+        if self._restarted:
+            self._restarted = False
+            self._begin_again()
+        known = self._last if self._begun and not self._stopgap and self._last >= 0 else None
+        first = True
+        async with aclosing(self._ask(context, known or 0)) as batches:
+            async for number, payload in batches:
+                if self._restarted:
+                    return False
+                if first and known is None:
+                    self._index.forget_part(self._part)
+                    self._stopgap = False
+                    self._begin(number - 1)
+                elif first and number == known:
+                    if _digest(payload) != self._last_digest:
+                        self._note_restart()
+                        return False
+                elif first:
+                    self._part.lost_events += number - self._last - 1
+                    self._lose("the replay does not go back that far")
+                    self._begun = False
+                    return False
+                elif number != self._last + 1:  # the publisher drops what it cannot send at once
+                    return False
+                if not first or known is None:
+                    self._apply(number, payload)
+                first = False
+        if first and known is not None:  # it has not published that much
+            self._note_restart()
+            return False
+        if first:
+            self._index.forget_part(self._part)
+            self._stopgap = False
+            self._begin(-1)
+        return True
+
+    async def _ask(
+        self, context: zmq.asyncio.Context, start: int
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Numbers and bytes of the batches from `start` on. Raises TimeoutError."""
+        assert self._source.replay is not None
+        socket = context.socket(zmq.DEALER)
+        _set_up(socket)
+        try:
+            socket.connect(self._source.replay)
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            while await socket.poll(self._answer_seconds * 1000):
+                frames = await socket.recv_multipart()
+                if len(frames) != 4 or len(frames[2]) != 8:
+                    self._part.garbage += 1
+                elif frames[2] == _END:
+                    return
+                else:
+                    yield int.from_bytes(frames[2], "big"), frames[3]
+            raise TimeoutError
+        finally:
+            socket.close(linger=0)
+
+
+# The wire
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    events: list[Event]
+    unreadable: int  # events that were left out
+
+
+def decode(payload: bytes) -> Batch | None:
+    """A batch as vLLM encodes it; None if it is none.
+
+    Events are maps, or arrays as in older versions. Fields and kinds of events that newer versions
+    add are left out.
+    """
+    try:
+        return Batch(_MAPS.decode(payload).events, 0)
+    except _UNREADABLE:
+        pass
+    try:
+        raw = _RAW.decode(payload).events
+    except _UNREADABLE:
+        return None
+    events: list[Event] = []
+    unreadable = 0
+    for event in raw:
+        try:
+            first = bytes(event)[0]
+            is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)  # msgpack's marks
+            events.append(_ARRAY.decode(event) if is_array else _MAP.decode(event))
+        except _UNREADABLE:
+            unreadable += 1
+    return Batch(events, unreadable)
+
+
+class _MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Event]
+
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _StoredArray(Stored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(Removed, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(Cleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+_MAPS = msgspec.msgpack.Decoder(_MapBatch)
+_RAW = msgspec.msgpack.Decoder(_RawBatch)
+_MAP: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+
+
+def _digest(payload: bytes) -> bytes:
+    return blake2b(payload, digest_size=_DIGEST_BYTES).digest()
+
+
+def _set_up(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, _MOST_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_SECONDS * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_SECONDS * 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _require_endpoint(endpoint: str) -> None:
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        return
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme == "tcp" and bool(parts.port) and parts.hostname not in (None, "*")
+    except ValueError:
+        good = False
+    if not good:
+        raise DescriptionError(
+            f"events come from tcp://host:port or ipc://path, not from {endpoint!r}; name the host "
+            "of the engine and the port of its kv-events-config"
+        )
+
+
+def _next_port(endpoint: str, rank: int) -> str:
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"

@@ -1,0 +1,780 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine holds which prefix, in which tier.
+
+    told       by an engine's events. Exact: the index counts every block that is stored and removed
+    estimated  from what was sent to an engine. Used where events do not tell everything: engines
+               without events, or whose events were lost. Of other engines it fills the seconds
+               until their events come
+
+One dictionary maps the digest of a block to an integer, with one bit for each slot that holds the
+block. A slot is one group of one tier of one engine. A lookup walks along the prompt's digests once
+and keeps the bits that all blocks have in common, so its time does not depend on how many engines
+there are. Engines whose blocks have another size need a walk of their own.
+
+Groups: a prefix is as long as its full-attention groups are. A window group must hold the last
+blocks before the prefix ends, a state group the block at which it ends; else the prefix is shorter.
+Groups of other kinds are not looked at, so there the answer is an upper bound. A model with windows
+only skips blocks, and its events do not tell which ones: those have no place in the index.
+
+Removals name a block by the engine's hash, so each engine has a dictionary from hash to digest. A
+hash that two of an engine's blocks have is counted. Forgetting an engine takes its bits out of use
+at once; what it held is removed in small steps later.
+
+Everything is bounded by `most_blocks`. The engine with the most blocks loses its oldest ones first,
+except those that were looked up since they were last spared.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.errors import DescriptionError
+from kvferry.router.cache.chain import Namespace, PromptChain, extend, pack
+from kvferry.router.choice.model import Holding, Tier
+
+Hash = int | bytes  # an engine's own name of a block
+State = Literal["live", "replaying", "estimated", "lost"]
+
+# Until the events of a prompt that was sent to an engine must have come.
+PENDING_SECONDS = 10.0
+_MOST_BLOCK_TOKENS = 1 << 20
+_MOST_GROUPS = 64  # of one engine; real models have up to a dozen
+_MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
+# Removals of known blocks in a row, after which an engine evicts nothing that it stored before its
+# events were lost. Engines evict the oldest blocks first.
+_TURNED_OVER = 64
+_SWEPT_EACH_TIME = 1024  # forgotten blocks, about 0.2 ms
+_MOST_FORGOTTEN = 16  # slots' contents; more are swept at once
+_TRIMMED_SHARE = 256  # of all blocks leave together, because finding the largest engine takes time
+_MOST_MASKS = 1 << 12
+_FULL = ("full_attention", "mla_attention", "sink_full_attention")
+_WINDOW = ("sliding_window", "sliding_window_mla")
+_STATE = ("mamba",)
+_WORST: tuple[State, ...] = ("lost", "replaying", "estimated", "live")
+
+
+class Stored(msgspec.Struct, tag="BlockStored"):
+    """Blocks that follow each other, as vLLM publishes them.
+
+    There may be fewer hashes than blocks: groups that need only some blocks skip the others.
+    """
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None  # one for each hash
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None  # None: of all groups
+    locality: str | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """The engine's own cache is empty. It does not tell of the pool."""
+
+
+Event = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Of one engine; counts since the router started."""
+
+    state: State
+    blocks: int  # that are known
+    estimated_blocks: int
+    events: int = 0  # batches that were applied
+    lost_events: int = 0  # batches that could not be had
+    replays: int = 0
+    restarts: int = 0  # the engine's sequence began again
+    resets: int = 0  # the engine cleared its cache
+    garbage: int = 0  # frames and events that cannot be read
+    unplaced_blocks: int = 0  # whose parent is not known
+    forgotten_blocks: int = 0  # because the index was full
+    missed_blocks: int = 0  # that the engine did not have, against what it had told
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One group of one tier of one engine; to look a pool up, of all engines that tell of it."""
+
+    engine: str
+    tier: Tier
+    group: int
+    block_tokens: int
+    bits: int
+    kind: str | None = None  # vLLM's word; None: it was not told, and counts as full attention
+    window_tokens: int = 0
+    estimated: bool = False
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.kind is None or self.kind in _FULL
+
+    @property
+    def counts(self) -> bool:
+        return self.is_prefix or self.kind in _STATE or (self.kind in _WINDOW and self.window > 0)
+
+    @property
+    def window(self) -> int:
+        """Blocks before its end that a prefix needs; one for a state, 0 for all of them."""
+        if self.kind in _STATE:
+            return 1
+        return math.ceil((self.window_tokens - 1) / self.block_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What is known of one publisher: an engine, or one data-parallel rank of it."""
+
+    engine: str
+    rank: int
+    model: str
+    pool: str
+    capacity_blocks: int
+    estimate_tokens: int  # in one block of an estimate
+    view: Literal["live", "estimated", "lost"] = "estimated"
+    replaying: bool = False
+    slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
+    blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
+    copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
+    estimate: Slot | None = None
+    estimates: dict[bytes, float] = field(default_factory=dict)  # and when they end
+    known_in_a_row: int = 0  # removals, while the view is "lost"
+    events: int = 0
+    lost_events: int = 0
+    replays: int = 0
+    restarts: int = 0
+    resets: int = 0
+    garbage: int = 0
+    unplaced: int = 0
+    forgotten: int = 0
+    missed: int = 0
+
+    @property
+    def state(self) -> State:
+        return "replaying" if self.replaying else self.view
+
+    @property
+    def known(self) -> int:
+        return sum(map(len, self.blocks.values()))
+
+
+class CacheIndex:
+    """What all engines hold. It belongs to one thread: the router's event loop."""
+
+    def __init__(
+        self, most_blocks: int = 2_000_000, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if most_blocks < 1:
+            raise DescriptionError(f"most_blocks must be 1 at least, not {most_blocks}")
+        self.most_blocks = most_blocks
+        self._clock = clock
+        self._where: dict[bytes, int] = {}  # a digest, and the bits of the slots that hold it
+        self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
+        self._parts: dict[tuple[str, int], Part] = {}
+        # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
+        self._pools: dict[tuple[str, int, int], int] = {}
+        self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
+        self._used: set[bytes] = set()  # digests that were looked up
+        self._forgotten: deque[tuple[int, list[bytes]]] = deque()  # bits, and where they may be set
+        self._bits = 0  # that are in use, or may still be set somewhere
+        self._size = 0
+
+    # Engines
+
+    def part(
+        self,
+        engine: str,
+        rank: int = 0,
+        *,
+        model: str = "",
+        pool: str = "pool",
+        block_tokens: int = 16,
+        capacity_blocks: int = 16_384,
+    ) -> Part:
+        """The part of one engine, made when it is first asked for.
+
+        model            the base model's name, where engines of one router serve several
+        pool             engines with the same word here read each other's pool blocks
+        block_tokens     of an estimate, until events tell the true size
+        capacity_blocks  of the engine's cache, which bounds an estimate
+        """
+        part = self._parts.get((engine, rank))
+        if part is None:
+            part = Part(engine, rank, model, pool, capacity_blocks, block_tokens)
+            self._parts[engine, rank] = part
+        return part
+
+    def forget(self, engine: str) -> None:
+        """An engine restarted or lost its cache: nothing of it is believed from now on."""
+        for part in self._of(engine):
+            self.forget_part(part)
+
+    def remove(self, engine: str) -> None:
+        """An engine is gone for good."""
+        self.forget(engine)
+        for part in self._of(engine):
+            del self._parts[part.engine, part.rank]
+
+    def forget_part(self, part: Part) -> None:
+        self._retire(part, list(part.slots))
+        part.known_in_a_row = 0
+        part.view = "estimated"
+        self._forget_estimates(part)
+
+    def state(self, engine: str) -> State:
+        """Of what is known of an engine; of data-parallel ranks the worst."""
+        states = [part.state for part in self._of(engine)]
+        return min(states, key=_WORST.index, default="estimated")
+
+    def pooled(self, engine: str) -> bool:
+        """Whether an engine has told of a pool, which it reads then."""
+        return any(tier == "pool" for part in self._of(engine) for tier, _ in part.slots)
+
+    def stats(self) -> dict[str, IndexStats]:
+        """By engine; data-parallel ranks together, with the state of the worst."""
+        result: dict[str, IndexStats] = {}
+        for engine in {part.engine for part in self._parts.values()}:
+            parts = self._of(engine)
+            result[engine] = IndexStats(
+                state=self.state(engine),
+                blocks=sum(part.known for part in parts),
+                estimated_blocks=sum(len(part.estimates) for part in parts),
+                events=sum(part.events for part in parts),
+                lost_events=sum(part.lost_events for part in parts),
+                replays=sum(part.replays for part in parts),
+                restarts=sum(part.restarts for part in parts),
+                resets=sum(part.resets for part in parts),
+                garbage=sum(part.garbage for part in parts),
+                unplaced_blocks=sum(part.unplaced for part in parts),
+                forgotten_blocks=sum(part.forgotten for part in parts),
+                missed_blocks=sum(part.missed for part in parts),
+            )
+        return result
+
+    def __len__(self) -> int:
+        """Blocks of all engines; one that two engines hold counts twice."""
+        return self._size
+
+    # Lookups
+
+    def holdings(self, chain: PromptChain) -> list[Holding]:
+        """The longest prefix of a prompt that each engine holds, in each tier that holds any.
+
+        An engine computes at least the last token, so its own tiers never hold the whole prompt;
+        the pool may. Of data-parallel ranks the best one counts. An engine's estimate is named only
+        where it is longer than what the engine told.
+        """
+        self._expire()
+        lengths = self._walk(chain)
+        best: dict[tuple[str, Tier], Holding] = {}
+
+        def offer(engine: str, tier: Tier, slots: Sequence[Slot], estimated: bool = False) -> None:
+            tokens = self._length(chain, slots, lengths)
+            known = best.get((engine, tier))
+            if tokens > (known.tokens if known else 0):
+                best[engine, tier] = Holding(engine, tokens, tier, estimated)
+
+        for part in self._parts.values():
+            for tier in ("gpu", "cpu"):
+                offer(part.engine, tier, [s for s in part.slots.values() if s.tier == tier])
+        for part in self._parts.values():
+            if part.estimate is not None:
+                offer(part.engine, "gpu", [part.estimate], estimated=True)
+        for slots in self._pool_layouts():
+            offer(self._teller(chain, slots), "pool", slots)
+        return list(best.values())
+
+    def sent(self, engine: str, chain: PromptChain) -> None:
+        """A prompt was sent to an engine, which will hold it soon."""
+        part = self.part(engine)
+        told = part.slots.get(("gpu", 0))
+        size = told.block_tokens if told is not None else part.estimate_tokens
+        if part.estimate is None or part.estimate.block_tokens != size:
+            self._forget_estimates(part)
+            part.estimate = Slot(engine, "gpu", 0, size, self._new_bit(), estimated=True)
+            self._plan_walks()
+        ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
+        bits = part.estimate.bits
+        # The last block goes in first: of one prompt, it is also the first to leave.
+        for digest in reversed(chain.digests(size)):
+            if part.estimates.pop(digest, None) is None:
+                self._set(digest, bits)
+                self._size += 1
+            part.estimates[digest] = ends
+        while len(part.estimates) > part.capacity_blocks:
+            self._drop_estimate(part)
+        self._tidy()
+
+    def missed(self, engine: str, chain: PromptChain, cached_tokens: int) -> None:
+        """An engine served a prompt and used only `cached_tokens` of what it was said to hold.
+
+        What is beyond them is not believed any more. This is for requests that may use the cache.
+        An engine with several data-parallel ranks may have used another rank than the best.
+        """
+        parts = self._of(engine)
+        if len(parts) > 1:
+            return
+        for part in parts:
+            slots = [slot for slot in part.slots.values() if slot.tier == "gpu"]
+            for slot in slots + ([part.estimate] if part.estimate else []):
+                digests = chain.digests(slot.block_tokens)
+                for digest in digests[cached_tokens // slot.block_tokens :]:
+                    if self._where.get(digest, 0) & slot.bits:
+                        self._unset(digest, slot.bits)
+                        part.missed += 1
+                        if part.estimates.pop(digest, None) is not None:
+                            self._size -= 1
+
+    # What engines tell
+
+    def told(self, part: Part, batch: Sequence[Event]) -> None:
+        """Apply what one publisher told, in its order."""
+        part.events += 1
+        for event in batch:
+            if isinstance(event, Stored):
+                self._stored(part, event, batch)
+            elif isinstance(event, Removed):
+                self._removed(part, event)
+            else:
+                self._cleared(part)
+        self._tidy()
+
+    def whole(self, part: Part) -> None:
+        """The part holds all that its engine holds: every event since the engine's start."""
+        if part.view != "live":
+            part.view = "live"
+            self._forget_estimates(part)
+
+    def incomplete(self, part: Part) -> None:
+        """The engine may hold more than the part: it was told of earlier."""
+        part.view = "lost"
+        part.known_in_a_row = 0
+
+    def _stored(self, part: Part, event: Stored, batch: Sequence[Event]) -> None:
+        slot = self._slot(part, event)
+        if slot is None:
+            part.unplaced += len(event.block_hashes)
+            return
+        try:
+            places = self._place(part, slot, event, batch)
+        except ValueError:  # no tokens
+            part.garbage += 1
+            return
+        blocks = part.blocks.setdefault(slot.block_tokens, {})
+        for name, digest in zip(event.block_hashes, places, strict=True):
+            if digest is None:
+                part.unplaced += 1
+                continue
+            if self._where.get(digest, 0) & slot.bits:
+                key = (slot.bits, name)
+                part.copies[key] = part.copies.get(key, 0) + 1
+            else:
+                self._set(digest, slot.bits)
+            if name not in blocks:
+                blocks[name] = digest
+                self._size += 1
+
+    def _place(
+        self, part: Part, slot: Slot, event: Stored, batch: Sequence[Event]
+    ) -> list[bytes | None]:
+        """The digests of an event's hashes; None for those whose place is not known."""
+        size, hashes, parent = slot.block_tokens, event.block_hashes, event.parent_block_hash
+        blocks = part.blocks.get(size, {})
+        known = [blocks.get(name) for name in hashes]
+        count, rest = divmod(len(event.token_ids), size)
+        if None not in known or rest or count < len(hashes):
+            return known
+        if count > len(hashes):
+            # Which blocks were skipped is not told. A group that skips none has the same hashes.
+            places = dict(zip(hashes, known, strict=True))
+            for other in batch:
+                if (
+                    isinstance(other, Stored)
+                    and len(other.token_ids) == size * len(other.block_hashes)
+                    and not places.keys().isdisjoint(other.block_hashes)
+                ):
+                    of_other = self._place(part, slot, other, batch)
+                    places |= dict(zip(other.block_hashes, of_other, strict=True))
+            return [places[name] for name in hashes]
+        extras = _extras(event)
+        if extras is None:
+            return known
+        first = 0
+        if parent is None:  # the salt is told with the first block
+            start: bytes | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
+        else:
+            start = blocks.get(parent)
+        if start is None:
+            # Blocks before the first known one have no place; the others follow it.
+            first = next((n + 1 for n, digest in enumerate(known) if digest), 0)
+            start = known[first - 1] if first else None
+        if start is None:
+            return known
+        packed = pack(event.token_ids[first * size :])
+        of_blocks = extras.of_blocks[first:]
+        fresh = extend(start, packed, size, of_blocks if any(of_blocks) else ())
+        return known[:first] + [old or new for old, new in zip(known[first:], fresh, strict=True)]
+
+    def _removed(self, part: Part, event: Removed) -> None:
+        tier = _tier(event.medium, event.locality)
+        slots = [
+            slot
+            for (of_tier, group), slot in part.slots.items()
+            if of_tier == tier and event.group_idx in (None, group)
+        ]
+        for name in event.block_hashes:
+            found = False
+            for slot in slots:
+                blocks = part.blocks.get(slot.block_tokens, {})
+                digest = blocks.get(name)
+                if digest is None:
+                    continue
+                found = True
+                copies = part.copies.pop((slot.bits, name), 0)
+                if copies > 1:
+                    part.copies[slot.bits, name] = copies - 1
+                if copies:
+                    continue
+                # A block that one engine did not find in the pool is not there for any.
+                mask = self._unset(digest, self._shared_bits(part, slot))
+                if not mask & self._bits_of(part, slot.block_tokens):
+                    del blocks[name]
+                    self._size -= 1
+            if tier == "gpu" and part.view == "lost":
+                part.known_in_a_row = part.known_in_a_row + 1 if found else 0
+                if part.known_in_a_row >= _TURNED_OVER:
+                    self.whole(part)
+
+    def _cleared(self, part: Part) -> None:
+        """vLLM says this when it empties its own cache. The pool tells of itself. The CPU's tier
+        does not tell when it is emptied too, so it is forgotten with the GPU's."""
+        part.resets += 1
+        self._retire(part, [key for key in part.slots if key[0] != "pool"])
+        self._forget_estimates(part)
+        self.whole(part)
+
+    # Slots and their bits
+
+    def _slot(self, part: Part, event: Stored) -> Slot | None:
+        """The slot of an event, made when it is first needed; None if it can have none."""
+        tier, group = _tier(event.medium, event.locality), event.group_idx or 0
+        size = self._size_of(part, event)
+        if tier is None or not 0 <= group < _MOST_GROUPS or not 0 < size <= _MOST_BLOCK_TOKENS:
+            return None
+        slot = part.slots.get((tier, group))
+        if slot is None or slot.block_tokens < size:
+            if size not in self._walks and len(self._walks) >= _MOST_SIZES:
+                return None
+            if slot is not None:  # those were parts of blocks
+                self._retire(part, [(tier, group)])
+            same = part.slots.get(("gpu", group))  # the pool's events do not tell the kind
+            kind, window = (same.kind, same.window_tokens) if same is not None else (None, 0)
+            slot = Slot(part.engine, tier, group, size, self._new_bit(), kind, window)
+            part.slots[tier, group] = slot
+            if tier == "pool":
+                bits = self._pools.get((part.pool, group, size), 0) | slot.bits
+                self._pools[part.pool, group, size] = bits
+            self._plan_walks()
+        if slot.block_tokens > size:
+            return None
+        kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
+        if kind is not None and (kind, window) != (slot.kind, slot.window_tokens):
+            for other in part.slots.values():
+                if other.group == group:
+                    other.kind, other.window_tokens = kind, window
+            self._plan_walks()
+        return slot
+
+    def _size_of(self, part: Part, event: Stored) -> int:
+        """Tokens in a block. Without tokens, an event tells of blocks that the GPU holds too."""
+        same = None if event.token_ids else part.slots.get(("gpu", event.group_idx or 0))
+        return same.block_tokens if same is not None else event.block_size
+
+    def _plan_walks(self) -> None:
+        """Slots have changed: which bits does a walk over blocks of a size look for?"""
+        self._walks = {}
+        for part in self._parts.values():
+            slots = list(part.slots.values()) + ([part.estimate] if part.estimate else [])
+            for slot in slots:
+                bits = slot.bits if slot.is_prefix and slot.tier != "pool" else 0
+                self._walks[slot.block_tokens] = self._walks.get(slot.block_tokens, 0) | bits
+
+    def _retire(self, part: Part, keys: Iterable[tuple[Tier, int]]) -> None:
+        """Take slots out of use at once. Their bits are cleared in `_sweep`."""
+        gone = sum(part.slots.pop(key).bits for key in keys)
+        if not gone:
+            return
+        digests: list[bytes] = []
+        for size in list(part.blocks):
+            blocks, bits = part.blocks[size], self._bits_of(part, size)
+            digests += blocks.values()
+            kept = {n: d for n, d in blocks.items() if self._where.get(d, 0) & bits} if bits else {}
+            self._size -= len(blocks) - len(kept)
+            part.blocks[size] = kept
+            if not kept:
+                del part.blocks[size]
+        part.copies = {key: count for key, count in part.copies.items() if not key[0] & gone}
+        self._pools = {key: left for key, bits in self._pools.items() if (left := bits & ~gone)}
+        self._forgotten.append((gone, digests))
+        self._plan_walks()
+
+    def _shared_bits(self, part: Part, slot: Slot) -> int:
+        """A slot's bits; in a pool, those of all engines whose blocks are the same."""
+        if slot.tier != "pool":
+            return slot.bits
+        return self._pools.get((part.pool, slot.group, slot.block_tokens), 0)
+
+    def _pool_layouts(self) -> list[list[Slot]]:
+        """The slots of each pool, once for each way in which engines cut it into blocks."""
+        layouts: dict[tuple[int, ...], list[Slot]] = {}
+        for part in self._parts.values():
+            own = [slot for slot in part.slots.values() if slot.tier == "pool"]
+            if own:
+                slots = [replace(slot, bits=self._shared_bits(part, slot)) for slot in own]
+                layouts[tuple(sorted(slot.bits for slot in slots))] = slots
+        return list(layouts.values())
+
+    def _bits_of(self, part: Part, block_tokens: int) -> int:
+        return sum(s.bits for s in part.slots.values() if s.block_tokens == block_tokens)
+
+    def _new_bit(self) -> int:
+        bit = ~self._bits & (self._bits + 1)  # the lowest that is not in use
+        self._bits |= bit
+        return bit
+
+    def _set(self, digest: bytes, bits: int) -> None:
+        mask = self._where.get(digest, 0) | bits
+        self._where[digest] = self._masks.setdefault(mask, mask)
+
+    def _unset(self, digest: bytes, bits: int) -> int:
+        """Clear bits. Returns those that are left."""
+        mask = self._where.get(digest, 0) & ~bits
+        if mask:
+            self._where[digest] = self._masks.setdefault(mask, mask)
+        else:
+            self._where.pop(digest, None)
+            self._used.discard(digest)
+        return mask
+
+    # Bounds
+
+    def _tidy(self) -> None:
+        self._sweep(_SWEPT_EACH_TIME if len(self._forgotten) <= _MOST_FORGOTTEN else sys.maxsize)
+        while self._size > self.most_blocks:
+            part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
+            self._trim(part, self._size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
+        if len(self._masks) > _MOST_MASKS:
+            self._masks.clear()
+
+    def _sweep(self, count: int) -> None:
+        """Clear the bits of slots that are out of use, at `count` digests or a few more."""
+        while self._forgotten and count > 0:
+            bits, digests = self._forgotten[0]
+            for digest in digests[-count:]:
+                self._unset(digest, bits)
+            swept = min(count, len(digests))
+            del digests[len(digests) - swept :]
+            count -= max(swept, 1)
+            if not digests:
+                self._forgotten.popleft()
+                self._bits &= ~bits
+
+    def _trim(self, part: Part, count: int) -> None:
+        """Remove up to `count` blocks of an engine: estimates first, then the oldest."""
+        while part.estimates and count > 0:
+            self._drop_estimate(part)
+            count -= 1
+        for size, blocks in sorted(part.blocks.items(), key=lambda item: -len(item[1])):
+            slots = [slot for slot in part.slots.values() if slot.block_tokens == size]
+            bits = sum(slot.bits for slot in slots)
+            while blocks and count > 0:
+                name = next(iter(blocks))
+                digest = blocks.pop(name)
+                if digest in self._used:
+                    self._used.discard(digest)
+                    blocks[name] = digest
+                    continue
+                self._unset(digest, bits)
+                for slot in slots:
+                    part.copies.pop((slot.bits, name), None)
+                self._size -= 1
+                part.forgotten += 1
+                count -= 1
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for part in self._parts.values():
+            while part.estimates and next(iter(part.estimates.values())) <= now:
+                self._drop_estimate(part)
+
+    def _drop_estimate(self, part: Part) -> None:
+        digest = next(iter(part.estimates))
+        del part.estimates[digest]
+        self._size -= 1
+        if part.estimate is not None:
+            self._unset(digest, part.estimate.bits)
+
+    def _forget_estimates(self, part: Part) -> None:
+        if part.estimate is not None:
+            self._forgotten.append((part.estimate.bits, list(part.estimates)))
+            self._size -= len(part.estimates)
+            part.estimates, part.estimate = {}, None
+            self._plan_walks()
+
+    # Walks
+
+    def _walk(self, chain: PromptChain) -> dict[int, int]:
+        """Tokens of the prefix that each prefix slot holds, by its bit, if it holds any."""
+        lengths: dict[int, int] = {}
+        get = self._where.get
+        for size, bits in self._walks.items():
+            if not bits:
+                continue
+            alive, held, digests = bits, 0, chain.digests(size)
+            ended: list[tuple[int, int]] = []  # bits, and how many blocks they have in common
+            same: int | None = -1  # neighbours mostly have one mask, which is one object
+            for held, mask in enumerate(map(get, digests)):
+                if mask is same:
+                    continue
+                same = mask
+                left = alive & (mask or 0)
+                if left != alive:
+                    ended.append((alive ^ left, held))
+                    alive = left
+                    if not alive:
+                        break
+            else:
+                held = len(digests)
+            ended.append((alive, held))
+            if (
+                held
+                and self._size > self.most_blocks // 2  # else nothing has to leave soon
+                and not self._used.issuperset((digests[0], digests[held - 1]))
+            ):
+                self._used.update(digests[:held])
+            for which, blocks in ended:
+                for bit in _each_bit(which) if blocks else ():
+                    lengths[bit] = blocks * size
+        return lengths
+
+    def _length(self, chain: PromptChain, slots: Sequence[Slot], lengths: dict[int, int]) -> int:
+        """Tokens of the prefix that slots of one tier hold together."""
+        slots = [slot for slot in slots if slot.counts]
+        if not slots:
+            return 0
+        tokens = chain.tokens if slots[0].tier == "pool" else chain.tokens - 1
+        for slot in slots:
+            if slot.is_prefix:
+                held = self._run(chain, slot) if slot.tier == "pool" else lengths.get(slot.bits, 0)
+                tokens = min(tokens, held)
+        step = math.lcm(*(slot.block_tokens for slot in slots))
+        others = [slot for slot in slots if not slot.is_prefix]
+        while tokens > 0:
+            tokens = before = tokens // step * step
+            for slot in others:
+                tokens = min(tokens, self._last_window(chain, slot, tokens))
+            if tokens == before:
+                break
+        return tokens
+
+    def _run(self, chain: PromptChain, slot: Slot) -> int:
+        blocks = 0
+        for digest in chain.digests(slot.block_tokens):
+            if not self._where.get(digest, 0) & slot.bits:
+                break
+            blocks += 1
+        return blocks * slot.block_tokens
+
+    def _last_window(self, chain: PromptChain, slot: Slot, tokens: int) -> int:
+        """The longest prefix up to `tokens` that ends with what a window or a state needs."""
+        digests, size, window = chain.digests(slot.block_tokens), slot.block_tokens, slot.window
+        end = tokens // size
+        held = 0
+        for block in range(end - 1, -1, -1):
+            if self._where.get(digests[block], 0) & slot.bits:
+                held += 1
+                if held == window:
+                    break
+            else:
+                end, held = block, 0
+        return end * size
+
+    def _teller(self, chain: PromptChain, slots: Sequence[Slot]) -> str:
+        """An engine that told of a prompt's first block in the pool."""
+        for slot in slots:
+            digests = chain.digests(slot.block_tokens)
+            bits = self._where.get(digests[0], 0) & slot.bits if digests else 0
+            for part in self._parts.values():
+                if any(own.bits & bits for own in part.slots.values()):
+                    return part.engine
+        return ""
+
+    def _of(self, engine: str) -> list[Part]:
+        return [part for part in self._parts.values() if part.engine == engine]
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    salt: str
+    of_blocks: list[bytes]  # what else each block's cache depends on
+
+
+def _extras(event: Stored) -> _Extras | None:
+    """What vLLM mixes into hashes besides tokens; None if it cannot be told which block has it.
+
+    A block's keys are the adapter's name, pairs for each image, the salt (of the first block), and
+    digests of embeddings.
+    """
+    count = len(event.block_hashes)
+    if event.extra_keys is None:
+        return _Extras("", [b""] * count)
+    if len(event.extra_keys) != count:
+        return None
+    salt, of_blocks = "", []
+    for number, keys in enumerate(event.extra_keys):
+        left = list(keys or ())
+        if event.lora_name and left[:1] == [event.lora_name]:
+            del left[0]
+        if number == 0 and event.parent_block_hash is None:
+            salts = [key for key in left if isinstance(key, str)]
+            if salts:
+                salt = salts[0]
+                left.remove(salt)
+        of_blocks.append(repr(left).encode("utf-8", "surrogatepass") if left else b"")
+    return _Extras(salt, of_blocks)
+
+
+def _tier(medium: str | None, locality: str | None) -> Tier | None:
+    if medium is None or medium == "GPU":
+        return "gpu"
+    if medium == "CPU" or locality == "LOCAL":
+        return "cpu"
+    return "pool" if medium == "STORAGE" else None
+
+
+def _each_bit(bits: int) -> Iterator[int]:
+    while bits:
+        bit = bits & -bits
+        yield bit
+        bits ^= bit

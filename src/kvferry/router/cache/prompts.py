@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of a request, as its engine will see them.
+
+    token ids      are taken as they are
+    text, chats    an engine is asked: `/render` does with the request what the engine will do.
+                   vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
+                   own tokenizer does it here, when the router was given one
+
+An adapter's name in `model` and a `cache_salt` are part of the prompt's namespace. Which names are
+adapters, engines say at `/v1/models`.
+
+A prompt is asked for once, also if many requests have it at the same time, and is then remembered.
+Requests wait for it no longer than `seconds`. An engine that does not answer several times in a row
+is not asked for a while. In all these cases, and for images, embeddings, and several prompts in one
+request, there is no chain: the request is placed without a view of its prefix, and never refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+
+from kvferry.errors import DescriptionError
+from kvferry.router.api import Headers
+from kvferry.router.cache.chain import Namespace, PromptChain
+
+log = logging.getLogger(__name__)
+
+COUNTED = (
+    "ids",  # the request has token ids
+    "remembered",
+    "shared",  # with a request that asked for the same prompt just before
+    "asked",
+    "local",  # tokenized here
+    "unsupported",  # such as images
+    "failed",  # no answer, or none in time
+    "busy",  # too many prompts are being asked for
+)
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+_FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
+_PAUSE_SECONDS = 5.0
+_REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
+_RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
+_MOST_ENGINES = 1024
+_MOST_MODELS = 10_000
+_MOST_ANSWER_BYTES = 64 << 20
+_NOT_THERE = (404, 405, 501)
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# Of a request, what its tokens depend on.
+_FIELDS = (
+    *("model", "prompt", "messages", "tools", "tool_choice", "documents", "reasoning_effort"),
+    *("include_reasoning", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens"),
+    *("truncation_side", "suffix"),
+)
+# What a chat's `/tokenize` takes. It gets the others through `chat_template_kwargs`.
+_TOKENIZE_CHAT = (
+    *("model", "messages", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "add_special_tokens"),
+)
+_TEMPLATE_FIELDS = ("documents", "reasoning_effort")
+
+
+class Prompts:
+    """Chains of prompts, for all requests of one router."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        tokenizer: LocalTokenizer | None = None,
+        seconds: float = 1.0,
+        most_tokens: int = 8_000_000,
+        most_asked: int = 64,
+        by_model: bool = False,
+    ) -> None:
+        """`by_model`: engines of this router serve several base models, and their parts of the
+        index have the models' names.
+
+        most_tokens  of all prompts that are remembered, of about 8 bytes each
+        most_asked   prompts that are asked for at one time
+        """
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._client = client
+        self._tokenizer = tokenizer
+        self._seconds = seconds
+        self._most_tokens = most_tokens
+        self._most_asked = most_asked
+        self._by_model = by_model
+        self._engines: OrderedDict[str, _Engine] = OrderedDict()
+        self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
+        self._known_tokens = 0
+        self._asking: dict[bytes, asyncio.Task[PromptChain | None]] = {}
+
+    async def chain(
+        self, engine: str, path: str, body: bytes, headers: Headers
+    ) -> PromptChain | None:
+        """The chain of a request's prompt; None if there is none in time.
+
+        engine   the URL of one that serves the request's model
+        headers  of the request; the engine may want its Authorization
+        """
+        try:
+            asked = _Asked(path, body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._without("unsupported")
+        if not asked.supported:
+            return self._without("unsupported")
+        key = blake2b(repr((engine if self._by_model else "", asked.key)).encode()).digest()
+        chain = self._known.get(key)
+        if chain is not None:
+            self._known.move_to_end(key)
+            self.counts["remembered"] += 1
+            return chain
+        task = self._asking.get(key)
+        if task is not None:
+            self.counts["shared"] += 1
+        elif len(self._asking) >= self._most_asked:
+            return self._without("busy")
+        else:
+            if not self._engine(engine).may_be_asked:
+                return self._without("failed")
+            authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
+            # A task of its own: a client that leaves does not take the answer from the others, and
+            # does not cancel httpx in the middle of a connection.
+            task = asyncio.create_task(self._find(key, engine, asked, authorization))
+            self._asking[key] = task
+            task.add_done_callback(lambda done: self._asking.pop(key, None))
+        await asyncio.wait({task}, timeout=self._seconds)
+        return task.result() if task.done() and not task.cancelled() else None
+
+    def forget(self, engine: str) -> None:
+        """An engine restarted or is gone: it may serve other models now."""
+        self._engines.pop(engine, None)
+
+    async def close(self) -> None:
+        for task in list(self._asking.values()):
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+
+    def _without(self, why: str) -> PromptChain | None:
+        self.counts[why] += 1
+        return None
+
+    def _engine(self, url: str) -> _Engine:
+        engine = self._engines.get(url)
+        if engine is None:
+            engine = self._engines[url] = _Engine(url)
+            if len(self._engines) > _MOST_ENGINES:
+                self._engines.popitem(last=False)
+        return engine
+
+    async def _find(
+        self, key: bytes, url: str, asked: _Asked, headers: Headers
+    ) -> PromptChain | None:
+        engine = self._engine(url)
+        how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
+        try:
+            with anyio.fail_after(self._seconds):
+                namespace = await self._namespace(engine, asked, headers)
+                if asked.token_ids is not None:
+                    token_ids: list[int] | None = asked.token_ids
+                elif self._tokenizer is not None:
+                    token_ids = await self._tokenizer.tokens(asked)
+                else:
+                    token_ids = await self._ask(engine, asked, headers)
+                if namespace is None or token_ids is None:
+                    return self._without("unsupported")
+                chain = PromptChain(namespace, token_ids)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, msgspec.DecodeError, _Broken) as error:
+            engine.failed(f"{type(error).__name__}: {error}".removesuffix(": "))
+            return self._without("failed")
+        except ValueError:  # the request's fault: the engine will say so
+            return self._without("unsupported")
+        engine.failures = 0
+        self.counts[how] += 1
+        self._remember(key, chain)
+        return chain
+
+    def _remember(self, key: bytes, chain: PromptChain) -> None:
+        self._known[key] = chain
+        self._known_tokens += chain.tokens + _CHAIN_TOKENS
+        while self._known_tokens > self._most_tokens:
+            _, oldest = self._known.popitem(last=False)
+            self._known_tokens -= oldest.tokens + _CHAIN_TOKENS
+
+    async def _namespace(
+        self, engine: _Engine, asked: _Asked, headers: Headers
+    ) -> Namespace | None:
+        """None: the engine does not serve this model."""
+        model = asked.model
+        now = time.monotonic()
+        if model not in engine.parents and now - engine.looked_at > _REFRESH_SECONDS:
+            engine.looked_at = now
+            answer = await self._call("GET", f"{engine.url}/v1/models", b"", headers)
+            cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
+            engine.parents = {card.id: card.parent or "" for card in cards}
+            if cards:
+                engine.parents[""] = ""  # a request without a model
+        if model not in engine.parents:
+            return None
+        parent = engine.parents[model]
+        base = (parent or model) if self._by_model else ""
+        return Namespace(base, model if parent else "", asked.salt)
+
+    async def _ask(self, engine: _Engine, asked: _Asked, headers: Headers) -> list[int] | None:
+        now = time.monotonic()
+        if now >= engine.render_at:
+            url = f"{engine.url}{asked.path}/render"
+            answer = await self._call("POST", url, asked.to_render(), headers, (*_NOT_THERE, 403))
+            if answer:
+                if asked.path == CHAT:
+                    return _RENDERED.decode(answer).token_ids
+                (only,) = _RENDERED_ALL.decode(answer)
+                return only.token_ids
+            engine.render_at = now + _RECHECK_SECONDS
+        if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
+            return None
+        answer = await self._call("POST", f"{engine.url}/tokenize", asked.to_tokenize(), headers)
+        if answer:
+            return _TOKENIZED.decode(answer).tokens
+        engine.tokenize_at = now + _RECHECK_SECONDS
+        log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
+        return None
+
+    async def _call(
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        absent: tuple[int, ...] = _NOT_THERE,
+    ) -> bytes:
+        """An answer of 2xx; an empty one if the status says that there is no such thing.
+
+        Raises ValueError if the engine refuses the request, and _Broken if it fails.
+        """
+        kind = [(b"content-type", b"application/json")] if body else []
+        request = httpx.Request(method, url, headers=[*headers, *kind], content=body)
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.status_code in absent:
+                return b""
+            if not response.is_success:
+                why = f"{url} answered {response.status_code}"
+                raise ValueError(why) if response.is_client_error else _Broken(why)
+            parts, size = [], 0
+            async for part in response.aiter_bytes():
+                size += len(part)
+                if size > _MOST_ANSWER_BYTES:
+                    raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
+                parts.append(part)
+            return b"".join(parts)
+        finally:
+            await response.aclose()
+
+
+class LocalTokenizer:
+    """A model's own tokenizer and chat template, from its folder.
+
+    It does what vLLM does for texts, and for chats whose messages are texts. It never runs a
+    template that a client sends.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises DescriptionError if there is no tokenizer, or no library to read it."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise DescriptionError(
+                "a tokenizer of the router's own needs the package transformers; install it, or "
+                "leave the tokenizer out: engines will be asked"
+            ) from None
+        if not Path(folder).is_dir():
+            raise DescriptionError(f"the tokenizer's folder {str(folder)!r} is not there")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DescriptionError(f"no tokenizer in {str(folder)!r}: {error}") from None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def tokens(self, asked: _Asked) -> list[int] | None:
+        """None for what only an engine can do. Raises ValueError."""
+        work = self._chat if asked.path == CHAT else self._text
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _text(self, asked: _Asked) -> list[int] | None:
+        if asked.truncated or "suffix" in asked.fields:
+            return None
+        special = asked.value("add_special_tokens")
+        return list(
+            self._tokenizer.encode(asked.value("prompt"), add_special_tokens=special is not False)
+        )
+
+    def _chat(self, asked: _Asked) -> list[int] | None:
+        messages = asked.value("messages")
+        plain = all(isinstance(message.get("content"), str | None) for message in messages)
+        if asked.truncated or not plain or "chat_template" in asked.fields:
+            return None
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                arguments = call.get("function", {}).get("arguments")
+                if isinstance(arguments, str):  # templates expect an object, as vLLM gives them
+                    call["function"]["arguments"] = json.loads(arguments or "{}")
+        generate, go_on = (
+            asked.value("add_generation_prompt"),
+            asked.value("continue_final_message"),
+        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=asked.value("tools"),
+                tokenize=False,
+                add_generation_prompt=generate is not False,
+                continue_final_message=bool(go_on),
+                **asked.template_values(),
+            )
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template: {error}") from error
+        special = asked.value("add_special_tokens")
+        return list(self._tokenizer.encode(text, add_special_tokens=bool(special)))
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known of an engine that is asked for tokens."""
+
+    url: str
+    parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
+    looked_at: float = float("-inf")
+    render_at: float = 0.0  # from when on it may be asked
+    tokenize_at: float = 0.0
+    failures: int = 0  # in a row
+    paused_until: float = 0.0
+
+    @property
+    def may_be_asked(self) -> bool:
+        return time.monotonic() >= self.paused_until
+
+    def failed(self, why: str) -> None:
+        self.failures += 1
+        if self.failures >= _FAILURES:
+            self.failures = 0
+            self.paused_until = time.monotonic() + _PAUSE_SECONDS
+            log.warning("no tokens from %s (%s); it is not asked for a while", self.url, why)
+
+
+class _Broken(Exception):
+    """An engine's answer is of no use."""
+
+
+class _Asked:
+    """What a request says about its prompt."""
+
+    __slots__ = ("fields", "key", "model", "path", "salt", "supported", "token_ids", "truncated")
+
+    def __init__(self, path: str, body: bytes) -> None:
+        """Raises msgspec.DecodeError."""
+        every = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        every = {name: value for name, value in every.items() if bytes(value) != b"null"}
+        self.path = path
+        self.fields = {name: every[name] for name in _FIELDS if name in every}
+        self.model = self.value("model") or ""
+        salt = every.get("cache_salt")
+        self.salt = msgspec.json.decode(salt, type=str) if salt else ""
+        self.key = (path, self.salt, [(name, bytes(raw)) for name, raw in self.fields.items()])
+        self.truncated = "truncate_prompt_tokens" in self.fields
+        self.token_ids: list[int] | None = None
+        self.supported = isinstance(self.model, str) and "prompt_embeds" not in every
+        if path == CHAT:
+            self.supported &= "messages" in self.fields and self._is_text()
+        elif path == COMPLETION:
+            self.supported &= self._one_prompt()
+        else:
+            self.supported = False
+
+    def value(self, name: str) -> Any:
+        raw = self.fields.get(name)
+        return None if raw is None else msgspec.json.decode(raw)
+
+    def template_values(self) -> dict[str, Any]:
+        """What a chat template gets besides messages and tools, by vLLM's rules."""
+        values = {name: self.value(name) for name in _TEMPLATE_FIELDS if name in self.fields}
+        if "reasoning_effort" in values:
+            values["enable_thinking"] = values["reasoning_effort"] != "none"
+        return values | dict(self.value("chat_template_kwargs") or {})
+
+    def to_render(self) -> bytes:
+        return msgspec.json.encode(self.fields)
+
+    def to_tokenize(self) -> bytes:
+        if self.path == COMPLETION:
+            names = ("model", "prompt", "add_special_tokens")
+            return msgspec.json.encode({n: self.fields[n] for n in names if n in self.fields})
+        body: dict[str, Any] = {n: self.fields[n] for n in _TOKENIZE_CHAT if n in self.fields}
+        body["chat_template_kwargs"] = self.template_values()
+        return msgspec.json.encode(body)
+
+    def _one_prompt(self) -> bool:
+        """Whether there is one prompt, of text or of token ids, and not several."""
+        raw = bytes(self.fields.get("prompt", b"")).strip()
+        if not raw.startswith(b"["):
+            return raw.startswith(b'"')
+        try:
+            self.token_ids = msgspec.json.decode(raw, type=list[int])
+        except msgspec.ValidationError:
+            return False
+        return bool(self.token_ids) and not self.truncated
+
+    def _is_text(self) -> bool:
+        for message in msgspec.json.decode(self.fields["messages"], type=list[_Message]):
+            content = bytes(message.content).strip()
+            if content.startswith(b"["):
+                parts = msgspec.json.decode(content, type=list[_Part])
+                if any(part.type not in _TEXT_PARTS for part in parts):
+                    return False
+        return True
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+
+
+class _Card(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_CHAIN_TOKENS = 256  # what a chain without tokens takes
+_MODELS = msgspec.json.Decoder(_Models)
+_RENDERED = msgspec.json.Decoder(_Rendered)
+_RENDERED_ALL = msgspec.json.Decoder(list[_Rendered])
+_TOKENIZED = msgspec.json.Decoder(_Tokenized)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt and the engines to a decision. Pure functions, without a clock.
+
+For every way to serve a request, `options` adds up the expected seconds to its first token:
+
+    computed where     D's queue, the load of what the pool has (if that is faster than computing),
+      it is decoded    D's prefill of the rest, a decode step
+    prefill on P,      P's queue, load and prefill in the same way, the transfer of what D does not
+      decode on D      hold, at most one chunk of D's own prefills, a decode step
+
+A prefix that another engine holds is used by prefilling there, so that engine needs the prefill
+role: no other engine sends its cache away.
+
+The first token of this request is not all that counts. Each option carries the seconds that others
+lose by it (`Option.harm_seconds`, weighed by `Weights`): a prefill stops the streams that decode on
+the same engine and delays the prefills that come after it, and one more stream makes every step of
+an engine longer.
+
+`choose` takes the option with the smallest sum of both. Sums that are nearly equal count as equal.
+Of equal options, those with most cached tokens are kept, so that a conversation stays where its
+cache is. Of the kept ones, two are drawn and the less loaded one is taken, so that two routers that
+see the same figures do not send everything to one engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from kvferry.router.choice.model import Decision, EngineView, Option, PromptView, Rate, Source
+
+# Options of one request: alone on the best decode engines, and pairs of the best of both roles.
+MOST_ALONE = 16
+MOST_PREFILL = 6
+MOST_DECODE = 8
+# A request that was handed over joins D's batch after the step that runs, which is a chunk of
+# prefill if D has any: vLLM's max_num_batched_tokens.
+CHUNK_TOKENS = 8192
+# So many requests wait on any busy engine for the step that runs. Only more of them are a queue.
+WAIT_FOR_A_STEP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What counts how much, against a second before this request's first token."""
+
+    # Sums within this share of the best, or this many seconds, are equal: predictions are no
+    # better. More spreads a conversation over engines, less makes herds.
+    tie_share: float = 0.02
+    tie_seconds: float = 0.005
+    # A second in which a stream stands still, for each stream: people read more slowly than engines
+    # write, so a short stop is hardly seen.
+    stream: float = 0.05
+    # A second of prefill, for each request behind it; one comes, whatever waits now.
+    work: float = 1.0
+    # A second that an answer takes longer.
+    decode: float = 0.05
+
+
+DEFAULT = Weights()
+
+
+def place(
+    prompt: PromptView,
+    engines: Iterable[EngineView],
+    random: Random,
+    besides: Collection[str] = (),
+    weights: Weights = DEFAULT,
+) -> Decision | None:
+    """The decision for one request; None if no decode engine can take it.
+
+    besides  engines that failed this request
+    """
+    usable = [e for e in engines if e.up and not e.draining and e.name not in besides]
+    found = options(prompt, usable, weights)
+    return choose(found, usable, random, weights) if found else None
+
+
+def options(
+    prompt: PromptView, engines: Sequence[EngineView], weights: Weights = DEFAULT
+) -> list[Option]:
+    """The ways to serve a request, the cheapest first; 64 at most."""
+    costs = _Costs(prompt, engines, weights)
+    decode = [e for e in engines if "decode" in e.roles]
+    prefill = [e for e in engines if "prefill" in e.roles] if prompt.may_hand_over else []
+    pairs = [
+        costs.pair(p, d)
+        for p in sorted(prefill, key=costs.of_prefill)[:MOST_PREFILL]
+        for d in sorted(decode, key=costs.of_decode)[:MOST_DECODE]
+        if p is not d
+    ]
+    alone = sorted((costs.alone(d) for d in decode), key=_cost)[:MOST_ALONE]
+    if prompt.tokens <= 0 and pairs:
+        # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
+        alone = []
+    return sorted([*alone, *pairs], key=_cost)
+
+
+def choose(
+    options: Sequence[Option],
+    engines: Iterable[EngineView],
+    random: Random,
+    weights: Weights = DEFAULT,
+) -> Decision:
+    """The cheapest of some options, which come cheapest first."""
+    limit = options[0].cost + max(weights.tie_seconds, weights.tie_share * options[0].cost)
+    equal = [option for option in options if option.cost <= limit]
+    most = max(option.cached_tokens for option in equal)
+    equal = [option for option in equal if option.cached_tokens == most]
+    drawn = random.sample(equal, min(2, len(equal)))  # in random order
+    if len(drawn) == 2:
+        load = {e.name: _load(e) for e in engines}
+        drawn.sort(key=lambda o: load[o.decode] + (load[o.prefill] if o.prefill else 0.0))
+    return Decision(drawn[0], tuple(options), _why(drawn[0], options))
+
+
+# What one option costs
+
+
+class _Compute(NamedTuple):
+    """A prompt, computed on one engine."""
+
+    load_seconds: float
+    seconds: float
+    cached: int
+    source: Source
+
+
+class _Costs:
+    """Of one request, on any of these engines."""
+
+    def __init__(self, prompt: PromptView, engines: Sequence[EngineView], weights: Weights) -> None:
+        self._tokens, self._output = prompt.tokens, prompt.output_tokens
+        self._weights = weights
+        self._waiting = sum(e.waiting for e in engines) / max(1, len(engines))
+        self._held: dict[str, int] = {}  # leading tokens, by engine
+        self._cpu: dict[str, int] = {}
+        self._pool = 0
+        most = max(0, prompt.tokens - 1)  # the last token is computed in any case
+        for holding in prompt.holdings:
+            tokens = min(holding.tokens, most)
+            if holding.tier == "pool":
+                self._pool = max(self._pool, tokens)
+            else:
+                tier = self._held if holding.tier == "gpu" else self._cpu
+                tier[holding.engine] = max(tokens, tier.get(holding.engine, 0))
+        self._computes: dict[str, _Compute] = {}
+
+    def alone(self, d: EngineView) -> Option:
+        """Computed where it is decoded."""
+        compute = self._compute(d)
+        parts = {
+            "queue": self._queue(d),
+            "load": compute.load_seconds,
+            "prefill": compute.seconds,
+            "transfer": 0.0,
+            "decode": d.step_seconds,
+        }
+        harm = self._prefill_harm(d) + self._decode_harm(d)
+        seconds = sum(parts.values())
+        return Option(d.name, None, seconds, parts, compute.cached, compute.source, harm)
+
+    def pair(self, p: EngineView, d: EngineView) -> Option:
+        """Computed on P, decoded on D."""
+        compute = self._compute(p)
+        parts = {
+            "queue": self._queue(p) + self._entry(d),
+            "load": compute.load_seconds,
+            "prefill": compute.seconds,
+            "transfer": self._transfer(d, d.links.get(p.name, d.receive)),
+            "decode": d.step_seconds,
+        }
+        source: Source = "handover" if compute.source == "local" else compute.source
+        harm = self._prefill_harm(p) + self._decode_harm(d)
+        return Option(d.name, p.name, sum(parts.values()), parts, compute.cached, source, harm)
+
+    def of_prefill(self, p: EngineView) -> float:
+        """What P adds to the cost of any pair."""
+        compute = self._compute(p)
+        return self._queue(p) + compute.load_seconds + compute.seconds + self._prefill_harm(p)
+
+    def of_decode(self, d: EngineView) -> float:
+        """What D adds to the cost of any pair, over its usual link."""
+        transfer = self._transfer(d, d.receive)
+        return self._entry(d) + transfer + d.step_seconds + self._decode_harm(d)
+
+    def _compute(self, engine: EngineView) -> _Compute:
+        found = self._computes.get(engine.name)
+        if found is None:
+            found = self._computes[engine.name] = self._best_compute(engine)
+        return found
+
+    def _best_compute(self, engine: EngineView) -> _Compute:
+        """From the engine's own cache, or with a load if that is faster."""
+        local, tokens = self._held.get(engine.name, 0), self._tokens
+        seconds = engine.prefill.seconds(tokens - local, local)
+        loaded = self._cpu.get(engine.name, 0)
+        if engine.pool is not None:
+            loaded = max(loaded, self._pool)
+        if loaded > local:
+            load = engine.pool.seconds(loaded - local) if engine.pool is not None else 0.0
+            rest = engine.prefill.seconds(tokens - loaded, loaded)
+            if load + rest < seconds:
+                return _Compute(load, rest, loaded, "pool")
+        return _Compute(0.0, seconds, local, "local" if local else "none")
+
+    def _queue(self, engine: EngineView) -> float:
+        """Until an engine begins with this prompt: its prefills are over, and there are blocks."""
+        return max(engine.waiting_tokens * engine.prefill.token_seconds, self._room(engine))
+
+    def _entry(self, d: EngineView) -> float:
+        """Until a computed prompt can enter D: a step is over, and there are blocks."""
+        chunk = min(d.waiting_tokens, CHUNK_TOKENS) * d.prefill.token_seconds
+        return max(chunk, self._room(d))
+
+    def _room(self, engine: EngineView) -> float:
+        """Until there are blocks: running requests free theirs over the time of an answer.
+
+        Requests that wait already are taken to be as large as those that run.
+        """
+        free = engine.free_blocks * engine.cache_tokens
+        used = engine.cache_tokens - free
+        ahead = engine.waiting * used / max(1, engine.running)
+        missing = self._tokens + self._output + ahead - free
+        if missing <= 0 or used <= 0:
+            return 0.0
+        return missing / used * self._output * engine.step_seconds
+
+    def _transfer(self, d: EngineView, link: Rate) -> float:
+        return link.seconds(self._tokens - self._held.get(d.name, 0))
+
+    def _prefill_harm(self, engine: EngineView) -> float:
+        # The fixed part is mostly a step that the streams take as well, and HTTP.
+        seconds = max(0.0, self._compute(engine).seconds - engine.prefill.fixed_seconds)
+        behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
+        weights = self._weights
+        return seconds * (weights.work * (1 + behind) + weights.stream * engine.running)
+
+    def _decode_harm(self, engine: EngineView) -> float:
+        step = engine.step_seconds + engine.running * engine.step_growth_seconds
+        return self._weights.decode * self._output * step
+
+
+def _cost(option: Option) -> float:
+    return option.cost
+
+
+def _load(engine: EngineView) -> float:
+    """How loaded an engine is, for ties alone."""
+    prefills = engine.waiting_tokens * engine.prefill.token_seconds
+    return prefills + (engine.running + engine.waiting) * engine.step_seconds
+
+
+# The sentence
+
+
+def _why(chosen: Option, options: Sequence[Option]) -> str:
+    """Why this option, in words that an operator reads at night."""
+    if chosen.cached_tokens:
+        where = {"local": "there", "handover": f"on {chosen.prefill}", "pool": "in the pool"}
+        held = f"{chosen.cached_tokens} tokens are cached {where[chosen.source]}"
+    else:
+        held = "no engine that is free enough holds a part of it"
+        if all(option.cached_tokens == 0 for option in options):
+            held = "nothing of it is cached"
+    if chosen.prefill is None:
+        text = f"computed where it is decoded, on {chosen.decode}, because {held}"
+        other = next((o for o in options if o.prefill is not None), None)
+        kind = "a hand-over"
+    else:
+        text = f"prefill on {chosen.prefill}, decode on {chosen.decode}, because {held}"
+        other = next((o for o in options if o.prefill is None), None)
+        kind = "computing it where it is decoded"
+    text += f"; first token expected after {chosen.seconds * 1000:.0f} ms"
+    if other is not None:
+        text += f", {kind} would take {other.seconds * 1000:.0f} ms"
+        if other.seconds < chosen.seconds:
+            text += " and cost other requests more"
+    return text

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of a choice: what is known of a prompt and of engines, and what follows from it.
+
+All of them are plain values. `choose` makes an `Option` for every way to serve a request, and a
+`Decision` from the options. Seconds are expected seconds; engines are named by their URL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+Tier = Literal["gpu", "cpu", "pool"]  # medium of the event: GPU, CPU, STORAGE
+# Where the cached tokens of an option are: at the engine that decodes, at the engine that prefills,
+# in the pool; "none" if every token is computed.
+Source = Literal["local", "handover", "pool", "none"]
+PARTS = ("queue", "load", "prefill", "transfer", "decode")  # in the order in which they happen
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`.
+
+    attention_tokens  context whose attention costs as much again as all the rest of a token does;
+                      infinite where a token's cost does not depend on its context (a transfer)
+    """
+
+    fixed_seconds: float
+    token_seconds: float
+    attention_tokens: float = math.inf
+
+    def work(self, tokens: int, cached: int = 0) -> float:
+        """Tokens, plus what their attention to `cached` and to each other costs, in tokens."""
+        return tokens + tokens * (2 * cached + tokens) / (2 * self.attention_tokens)
+
+    def seconds(self, tokens: int, cached: int = 0) -> float:
+        """For `tokens` that follow `cached` ones; 0 for none."""
+        if tokens <= 0:
+            return 0.0
+        return self.fixed_seconds + self.token_seconds * self.work(tokens, cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Leading tokens of one prompt that an engine (or the pool) holds."""
+
+    engine: str  # its URL; for tier "pool" the engine that told of it
+    tokens: int
+    tier: Tier
+    estimated: bool  # from what was sent there, not from events
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """What is known of one request when it is placed."""
+
+    tokens: int  # of the prompt; 0: not known
+    holdings: tuple[Holding, ...] = ()
+    may_hand_over: bool = True  # False: it must be computed where it is decoded
+    output_tokens: int = 256  # that are expected; what the client allows is an upper bound
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What is known of one engine when a request is placed."""
+
+    name: str
+    roles: frozenset[Role]
+    up: bool
+    draining: bool
+    waiting_tokens: int  # prefill work (`Rate.work`) queued or under way there
+    running: int  # requests that decode there, or are on their way to it
+    prefill: Rate
+    step_seconds: float  # of one decode step at its load
+    free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
+    cache_tokens: int = 0  # that its cache holds; 0: not known
+    waiting: int = 0  # requests that it has not let in
+    step_growth_seconds: float = 0.0  # by which one more running request makes a step longer
+    receive: Rate = Rate(0.0, 0.0)  # a hand-over to it, by tokens
+    links: Mapping[str, Rate] = field(default_factory=dict)  # the same, from an engine by name
+    pool: Rate | None = None  # a load from the pool, by tokens; None: it reads no pool
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to serve a request."""
+
+    decode: str
+    prefill: str | None  # None: computed where it is decoded
+    seconds: float  # expected time to first token
+    parts: dict[str, float]  # by PARTS; they add up to `seconds`
+    cached_tokens: int
+    source: Source
+    harm_seconds: float = 0.0  # that other requests lose by it, weighted
+
+    @property
+    def cost(self) -> float:
+        """What options are compared by."""
+        return self.seconds + self.harm_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    chosen: Option
+    options: tuple[Option, ...]  # the cheapest first; `chosen` is one of them
+    why: str  # one plain sentence

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines cost and how busy they are, learned from the requests of this router.
+
+- *Prefill*, by work (`Rate.work`). An engine computes prompts one after another, several in a step
+  if they are short. So what counts is not one prompt but a time in which prompts were waiting all
+  along: the work that was done in it, by its length. Such a time ends when no prompt waits, or
+  after `WINDOW_SECONDS`. What the engine does besides (decoding, other clients) makes prefill
+  dearer, and is learned with it.
+- *A decode step*, by running requests: a stream's seconds for each event after the first one.
+- *A hand-over*, by tokens: from the request to D until its first byte, less a decode step, if D had
+  no prompts of its own to compute.
+
+Where prompts are too equal, or too short, to tell a fixed part from a slope, the slope is that of
+others as far as `MOST_FIXED_SECONDS` explain the rest. Otherwise a slope would have to explain what
+short prompts cost, and long ones would seem very dear.
+
+An engine of which too little is known costs what the others do, and without others what a Llama 8B
+costs on one H200 (docs/benchmarks.md, "Engines on a GPU"). So a new engine is neither shunned nor
+flooded.
+
+How busy an engine is, the router counts itself, at once. Requests of others are known from the
+engine's metrics: what these say beyond the router's own requests at that moment.
+
+One thread, the event loop's, calls all of this. Nothing waits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.costs import CostLine, Fit
+from kvferry.router.choice.model import EngineView, Rate, Role
+
+Clock = Callable[[], float]
+
+# `python -m benchmarks.engines --parts pool,handover`: prefill of 2,000 to 128,000 tokens is met
+# within 1 %; transfers over `tcp` between two cards, 13 GB/s.
+PREFILL = Rate(0.002, 2.365e-5, attention_tokens=28_200)
+TRANSFER = Rate(0.0064, 1.01e-5)
+POOL_LOAD = Rate(0.0038, 4.47e-6)
+STEP_SECONDS = 0.0049
+STEP_GROWTH_SECONDS = 0.0004  # for each request, with a context of 12,000 tokens
+
+WINDOW_SECONDS = 2.0
+MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
+FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
+MEAN_OF = 32  # prompts, for the work of requests that are not this router's
+STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
+OUTPUT_TOKENS = 256  # of an answer, until some were seen
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine says of itself on /metrics."""
+
+    running: int
+    waiting: int
+    used_blocks: float  # share, 0 to 1
+    cache_tokens: int = 0  # 0: it does not say
+
+
+@dataclass(slots=True, eq=False)
+class PrefillVisit:
+    """A prompt that an engine computes. Ends by `computed` or `dropped`, of which one is enough."""
+
+    meter: EngineMeter
+    work: float
+    since: float
+    decoded_elsewhere: bool
+    known: bool  # its tokens were counted, not guessed
+
+    def computed(self) -> None:
+        """The engine has answered: with the prefill's answer, or with a first token."""
+        self.meter._computed(self)
+
+    def dropped(self) -> None:
+        """It failed, or its client is gone. Nothing is learned. Does nothing if it has ended."""
+        self.meter._dropped(self)
+
+
+@dataclass(slots=True, eq=False)
+class StreamVisit:
+    """A request that an engine decodes."""
+
+    meter: EngineMeter
+    running: int
+    began: float | None = None
+
+    def first(self) -> None:
+        """The first event is there."""
+        self.began = self.meter._clock()
+
+    def ended(self, events: int) -> None:
+        """The stream is over. 0 or 1 events teach nothing. May be called again, in vain."""
+        self.meter._stream_ended(self, events)
+
+
+class EngineMeter:
+    """One engine's rates and load."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._prefill = CostLine(FORGET_SECONDS)
+        self._step = CostLine(FORGET_SECONDS)
+        self._receive = CostLine(FORGET_SECONDS)
+        self._pending: dict[PrefillVisit, None] = {}  # the oldest first
+        self._streams: dict[StreamVisit, None] = {}
+        self._works: deque[float] = deque(maxlen=MEAN_OF)
+        self._open_window(0.0)
+        self._last_end = 0.0
+        self._told: EngineMetrics | None = None
+        self._told_at = 0.0
+        self._foreign_running = self._foreign_waiting = 0
+
+    # What the router does
+
+    def prefill(
+        self, tokens: int, cached: int, *, decoded_elsewhere: bool = False, known: bool = True
+    ) -> PrefillVisit:
+        """A prompt is on its way to the engine."""
+        now = self._clock()
+        if not self._pending:
+            self._open_window(now)
+        work = PREFILL.work(max(1, tokens - cached), cached)
+        visit = PrefillVisit(self, work, now, decoded_elsewhere, known)
+        self._pending[visit] = None
+        return visit
+
+    def stream(self) -> StreamVisit:
+        """A request that is, or will be, decoded on the engine."""
+        visit = StreamVisit(self, self.running + 1)
+        self._streams[visit] = None
+        return visit
+
+    def received(self, tokens: int, seconds: float) -> None:
+        """A hand-over was answered while no prompt of its own kept the engine."""
+        if not self._pending:
+            step = self.step_seconds(_DEFAULT.step)
+            self._receive.add(tokens, seconds - step, self._clock())
+
+    def told(self, metrics: EngineMetrics) -> None:
+        """The engine's metrics came in."""
+        self._told, self._told_at = metrics, self._clock()
+        ours = len(self._streams) + sum(visit.decoded_elsewhere for visit in self._pending)
+        self._foreign_waiting = max(0, metrics.waiting - len(self._pending))
+        others = metrics.running + metrics.waiting - ours - self._foreign_waiting
+        self._foreign_running = max(0, others)
+
+    def restarted(self) -> None:
+        """Another process serves under this name: its load is gone, its speed likely the same."""
+        self._told = None
+        self._foreign_running = self._foreign_waiting = 0
+
+    # What it knows
+
+    @property
+    def running(self) -> int:
+        return len(self._streams) + (self._foreign_running if self._fresh else 0)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the engine has not let in, by its own word."""
+        return self._told.waiting if self._told is not None and self._fresh else 0
+
+    @property
+    def waiting_work(self) -> float:
+        work = sum(visit.work for visit in self._pending)
+        if self._fresh and self._foreign_waiting and self._works:
+            work += self._foreign_waiting * statistics.fmean(self._works)
+        if self._pending:
+            first = next(iter(self._pending))
+            rate = self.prefill_rate(_DEFAULT.prefill)
+            spent = self._clock() - max(first.since, self._last_end) - rate.fixed_seconds
+            work -= min(first.work, max(0.0, spent) / rate.token_seconds)
+        return work
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        return self._told if self._fresh else None
+
+    def prefill_rate(self, otherwise: Fit) -> Rate:
+        fit = self._prefill.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
+        return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
+
+    def receive_rate(self, otherwise: Fit) -> Rate:
+        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
+        return Rate(fit.fixed, fit.slope)
+
+    def step_seconds(self, otherwise: Fit, more: int = 0) -> float:
+        """Of a step with `more` requests than now."""
+        fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
+        return fit.fixed + fit.slope * (self.running + more)
+
+    def fits(self) -> _Fits:
+        """What is learned of it; None: not enough was seen."""
+        return _Fits(self._prefill.fit(), self._step.fit(), self._receive.fit())
+
+    @property
+    def _fresh(self) -> bool:
+        return self._told is not None and self._clock() - self._told_at <= STALE_SECONDS
+
+    # What visits report
+
+    def _open_window(self, now: float) -> None:
+        self._mark, self._done_work, self._window_known = now, 0.0, True
+
+    def _computed(self, visit: PrefillVisit) -> None:
+        if visit not in self._pending:
+            return
+        del self._pending[visit]
+        now = self._last_end = self._clock()
+        self._works.append(visit.work)
+        self._done_work += visit.work
+        self._window_known &= visit.known
+        if not self._pending or now - self._mark >= WINDOW_SECONDS:
+            if self._window_known:
+                self._prefill.add(self._done_work, now - self._mark, now)
+            self._open_window(now)
+
+    def _dropped(self, visit: PrefillVisit) -> None:
+        if visit in self._pending:
+            del self._pending[visit]
+            self._open_window(self._clock())  # how much of it was computed, the router cannot know
+
+    def _stream_ended(self, visit: StreamVisit, events: int) -> None:
+        if visit not in self._streams:
+            return
+        running = (visit.running + self.running) / 2
+        del self._streams[visit]
+        if visit.began is not None and events > 1:
+            now = self._clock()
+            self._step.add(running, (now - visit.began) / (events - 1), now)
+
+
+class FleetMeter:
+    """The meters of all engines, by name, and engines as the choice sees them."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._meters: dict[str, EngineMeter] = {}
+        self._outputs: deque[int] = deque(maxlen=MEAN_OF)
+
+    def __getitem__(self, engine: str) -> EngineMeter:
+        if engine not in self._meters:
+            self._meters[engine] = EngineMeter(self._clock)
+        return self._meters[engine]
+
+    def keep(self, engines: Iterable[str]) -> None:
+        """Forget all engines but these."""
+        wanted = set(engines)
+        self._meters = {name: m for name, m in self._meters.items() if name in wanted}
+
+    def answered(self, tokens: int) -> None:
+        """An answer had so many tokens."""
+        self._outputs.append(tokens)
+
+    def output_tokens(self, most: int | None) -> int:
+        """Of an answer that may have `most`: as many as the others had."""
+        usual = round(statistics.fmean(self._outputs)) if self._outputs else OUTPUT_TOKENS
+        return max(1, usual if most is None else min(usual, most))
+
+    def view(
+        self,
+        engine: str,
+        roles: frozenset[Role],
+        *,
+        up: bool = True,
+        draining: bool = False,
+        pooled: bool = False,
+        usual: UsualRates | None = None,
+    ) -> EngineView:
+        """An engine as the choice sees it.
+
+        pooled  it reads the pool
+        usual   of `usual`, where that was asked already
+        """
+        meter, usual = self[engine], usual or self.usual()
+        metrics = meter.metrics
+        step = meter.step_seconds(usual.step, more=1)
+        return EngineView(
+            name=engine,
+            roles=roles,
+            up=up,
+            draining=draining,
+            waiting_tokens=max(0, round(meter.waiting_work)),
+            running=meter.running,
+            prefill=meter.prefill_rate(usual.prefill),
+            step_seconds=step,
+            free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
+            cache_tokens=0 if metrics is None else metrics.cache_tokens,
+            waiting=meter.waiting,
+            step_growth_seconds=step - meter.step_seconds(usual.step),
+            receive=meter.receive_rate(usual.receive),
+            pool=POOL_LOAD if pooled else None,
+        )
+
+    def usual(self) -> UsualRates:
+        """What engines cost of which little is known: the median of the others."""
+        fits = [meter.fits() for meter in self._meters.values()]
+        return UsualRates(
+            _median((f.prefill for f in fits), _DEFAULT.prefill),
+            _median((f.step for f in fits), _DEFAULT.step),
+            _median((f.receive for f in fits), _DEFAULT.receive),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fits:
+    prefill: Fit | None
+    step: Fit | None
+    receive: Fit | None
+
+
+@dataclass(frozen=True, slots=True)
+class UsualRates:
+    """What an engine costs until more is known of it."""
+
+    prefill: Fit
+    step: Fit
+    receive: Fit
+
+
+_DEFAULT = UsualRates(
+    Fit(PREFILL.fixed_seconds, PREFILL.token_seconds),
+    Fit(STEP_SECONDS, STEP_GROWTH_SECONDS),
+    Fit(TRANSFER.fixed_seconds, TRANSFER.token_seconds),
+)
+
+
+def _median(fits: Iterable[Fit | None], otherwise: Fit) -> Fit:
+    """The one in the middle, by slope."""
+    sure = (fit for fit in fits if fit is not None and not fit.guessed)
+    known = sorted(sure, key=lambda fit: fit.slope)
+    return known[len(known) // 2] if known else otherwise

@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router's page shows: what is wrong, where, since when, and why requests went where.
+
+The event loop feeds `LiveState` while it serves requests:
+
+    decided    a request was placed; the record stays with the request
+    answered   its first token came, and the engines that it came from
+    served     its answer is complete; engines say at the end what they had in their caches
+    ended      it ended, and how; of one that failed, what the router did for it
+
+Once a second `look` compares the engines with what they were. That gives the list of changes, the
+problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
+second for any number of readers. `page` serves it.
+
+Everything is bounded: decisions and changes by number, counts by a window of time and a number of
+keys, latencies by both. A client chooses its request id, and an engine what its failure says: both
+are cut here, and shown as text only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from kvferry.router.choice.model import PARTS, Decision
+
+log = logging.getLogger(__name__)
+
+# The page's names for what is no engine: where requests come from, and the shared pool.
+CLIENTS, POOL = "clients", "pool"
+LOOK_SECONDS = 1.0  # between two looks at the engines, and so between two snapshots
+_DECISIONS = 50
+_OPTIONS = 6  # of one decision, the cheapest; 8 prefill and 8 decode engines give 72
+_CHANGES = 100
+_FAILURES = 20
+_TEXT = 300  # characters of a sentence or a name
+_FLOW_SECONDS = 60  # flows and outcomes are of the last minute
+_HIT_SECONDS = 300  # hit rates and latencies vary more, so they are of the last five
+_KEYS = 1024  # of a window; 32 prefill and 32 decode engines make as many flows
+_LATENCIES = 2048  # of all engines together; sorting them takes 0.3 ms, once a second
+_LATENCIES_EACH = 256
+_POINT_SECONDS = 5.0  # a point of the curves; 120 of them are ten minutes
+_POINTS = 120
+_FLAPS = 3  # times down within the changes that are kept, and within _FLAP_SECONDS
+_FLAP_SECONDS = 600.0
+# First tokens count as slow when the last minute's median is this many times that of the points
+# before, and this many seconds. Fewer answers than this say nothing.
+_SLOW_TIMES, _SLOW_SECONDS, _SLOW_ANSWERS = 3.0, 0.5, 20
+_FAILED = ("engine_error", "unavailable", "deadline", "broken_stream", "stopped", "internal")
+
+K = TypeVar("K")
+Severity = Literal["critical", "warning", "note"]
+
+
+class CacheNow(msgspec.Struct, frozen=True):
+    """What the router knows of one engine's cache."""
+
+    state: str  # live, replaying, estimated, lost
+    blocks: int = 0
+    hit_rate: float | None = None  # of the prompts that went there; `LiveState` fills it in
+
+
+class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine at this moment. None: not known."""
+
+    url: str
+    roles: Sequence[str]
+    up: bool
+    draining: bool = False
+    trial: bool = False  # its requests failed; it gets few until one is answered
+    reason: str = ""  # why it is down
+    down_seconds: float | None = None  # for how long it has been
+    in_flight: int = 0
+    failures: int = 0  # since the router's start
+    waiting_tokens: int | None = None
+    running: int | None = None
+    prefill_tokens_per_second: float | None = None
+    step_ms: float | None = None
+    cache: CacheNow | None = None
+
+
+class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The router at this moment. The counts are since its start."""
+
+    engines: Sequence[EngineNow]
+    in_flight: int
+    most_in_flight: int
+    waiting: int  # requests that wait for a decode engine
+    requests: Mapping[str, int]  # by outcome
+    retries: Mapping[str, int]
+    fallbacks: Mapping[str, int]
+    problems: Mapping[str, str] = {}  # warnings of other parts: a key, and what is wrong
+
+
+@dataclass(slots=True)
+class Placed:
+    """One decision, and what became of it. Its request keeps it until the end."""
+
+    number: int  # of this decision, since the start
+    time: float
+    request_id: str
+    tokens: int  # 0: not known
+    decision: Decision
+    cached: int
+    prefill: str | None  # that served it; retries may change engines
+    decode: str
+    answered: bool = False
+    actual_ms: float | None = None
+    outcome: str | None = None  # None: in flight
+    _options: list[dict[str, object]] | None = None
+
+    def shown(self) -> dict[str, object]:
+        chosen = self.decision.chosen
+        if self._options is None:  # most decisions are never shown
+            self._options = _options(self.decision)
+        return {
+            "number": self.number,
+            "time": self.time,
+            "request_id": self.request_id,
+            "tokens": self.tokens,
+            "cached": self.cached,
+            "chosen": _way(chosen.prefill, chosen.decode) | {"source": chosen.source},
+            "served": _way(self.prefill, self.decode) if self.answered else None,
+            "expected_ms": _ms(chosen.seconds),
+            "actual_ms": self.actual_ms,
+            "outcome": self.outcome,
+            "why": _cut(self.decision.why),
+            "options": self._options,
+        }
+
+
+class Flow(NamedTuple):
+    source: str  # an engine's URL, CLIENTS or POOL
+    target: str
+
+
+class Problem(msgspec.Struct, frozen=True):
+    severity: Severity
+    where: str  # an engine's URL, or empty: the router
+    what: str
+    since: float = 0.0  # wall clock
+
+
+class Change(msgspec.Struct, frozen=True):
+    time: float
+    where: str
+    what: str
+    good: bool
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A request that failed."""
+
+    time: float
+    request_id: str
+    outcome: str
+    trail: str  # what the router did for it
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Five seconds of the curves."""
+
+    time: float  # of its end
+    requests: int  # that ended
+    failed: int
+    answers: int  # whose first token was timed
+    p50: float | None  # milliseconds to the first token
+    p99: float | None
+    hit_rate: float | None
+
+
+class LiveState:
+    """What is shown of one router. All calls come from the thread of its event loop."""
+
+    def __init__(
+        self,
+        now: Callable[[], RouterNow],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._now = now
+        self._clock = clock
+        self._wall = wall
+        self._begun = wall()
+        self._number = 0
+        self._decisions: deque[Placed] = deque(maxlen=_DECISIONS)
+        self._flow_requests = SlidingCounts[Flow](_FLOW_SECONDS, clock)
+        self._flow_tokens = SlidingCounts[Flow](_FLOW_SECONDS, clock)
+        self._outcomes = SlidingCounts[str](_FLOW_SECONDS, clock)
+        self._hits = SlidingCounts[str](_HIT_SECONDS, clock)
+        self._engine_tokens = SlidingCounts[str](_HIT_SECONDS, clock)  # computed, or cached there
+        self._engine_cached = SlidingCounts[str](_HIT_SECONDS, clock)
+        self._first_tokens = Recent(_HIT_SECONDS, _LATENCIES, clock)
+        self._router_times = Recent(_HIT_SECONDS, _LATENCIES, clock)
+        self._by_engine: dict[str, Recent] = {}
+        self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
+        self._changes: deque[Change] = deque(maxlen=_CHANGES)
+        self._failed: deque[Failure] = deque(maxlen=_FAILURES)
+        self._points: deque[Point] = deque(maxlen=_POINTS)
+        self._point = _NewPoint(clock())
+        self._engines: dict[str, EngineNow] | None = None  # at the last look
+        self._problems: dict[str, Problem] = {}
+        self._snapshot = b""
+        self._snapshot_at = -math.inf
+        self.published = asyncio.Event()  # is set, and replaced, at each look
+        self.watched = 0  # viewers; without any, no look makes a snapshot
+
+    def decided(
+        self,
+        request_id: str,
+        tokens: int,
+        decision: Decision,
+        router_seconds: float | None = None,
+    ) -> Placed:
+        """A request was placed. `router_seconds`: what reading and placing it took."""
+        chosen = decision.chosen
+        self._number += 1
+        placed = Placed(
+            number=self._number,
+            time=self._wall(),
+            request_id=_cut(request_id),
+            tokens=tokens,
+            decision=decision,
+            cached=chosen.cached_tokens,
+            prefill=chosen.prefill,
+            decode=chosen.decode,
+        )
+        self._decisions.append(placed)
+        if router_seconds is not None:
+            self._router_times.add(router_seconds)
+        return placed
+
+    def answered(
+        self,
+        placed: Placed,
+        first_token_seconds: float | None,
+        *,
+        prefill: str | None,
+        decode: str,
+    ) -> None:
+        """The answer begins. `first_token_seconds` is None where the answer is not streamed."""
+        placed.prefill, placed.decode, placed.answered = prefill, decode, True
+        tokens = placed.tokens
+        if prefill is not None:
+            self._flow(CLIENTS, prefill, tokens)
+            self._flow(prefill, decode, tokens)
+        else:
+            self._flow(CLIENTS, decode, tokens)
+        if first_token_seconds is not None:
+            placed.actual_ms = _ms(first_token_seconds)
+            self._first_tokens.add(first_token_seconds)
+            self._point.first_tokens.append(first_token_seconds)
+            for url in {decode, prefill} - {None}:
+                if url in self._by_engine:  # else it was removed
+                    self._by_engine[url].add(first_token_seconds)
+
+    def served(self, placed: Placed, cached_tokens: int) -> None:
+        """The answer is complete, and so many tokens of its prompt were cached."""
+        placed.cached = cached = min(cached_tokens, placed.tokens)
+        source, computer = placed.decision.chosen.source, placed.prefill or placed.decode
+        if source == "pool" and cached:
+            self._flow(POOL, computer, cached)
+        # An engine may have had more than the router knew of.
+        self._hits.add("local" if source == "none" else source, cached)
+        self._hits.add("none", placed.tokens - cached)
+        self._engine_tokens.add(computer, placed.tokens)
+        self._engine_cached.add(computer, cached)
+        self._point.tokens += placed.tokens
+        self._point.cached += cached
+
+    def ended(
+        self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
+    ) -> None:
+        """A request ended, whether it was placed or not. `trail`: what was done for it."""
+        self._outcomes.add(outcome, 1)
+        self._point.ended += 1
+        if outcome in _FAILED:
+            self._point.failed += 1
+            told = _cut("; ".join(trail))
+            self._failed.append(Failure(self._wall(), _cut(request_id), outcome, told))
+        if placed is not None:
+            placed.outcome = outcome
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        """Look once a second, until the end."""
+        self.look()
+        task = asyncio.create_task(self._keep_looking())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def look(self) -> None:
+        """Compare the engines with what they were, and wake the viewers."""
+        now = self._now()
+        engines = {engine.url: engine for engine in now.engines}
+        wall = self._wall()
+        for change in changes(self._engines, engines, wall):
+            self._changes.append(change)
+        before = self._engines or {}
+        for url, engine in engines.items():
+            if url in before and engine.failures > before[url].failures:
+                self._failures.add(url, engine.failures - before[url].failures)
+        recent = self._by_engine
+        self._by_engine = {
+            url: recent.get(url) or Recent(_HIT_SECONDS, _LATENCIES_EACH, self._clock)
+            for url in engines
+        }
+        self._engines = engines
+        self._draw_point(wall)
+        self._update_problems(now, wall)
+        if self.watched:
+            self.snapshot()
+        self.published.set()
+        self.published = asyncio.Event()
+
+    def snapshot(self) -> bytes:
+        """All that is shown, as JSON. It is at most a second old."""
+        if self._clock() - self._snapshot_at >= LOOK_SECONDS / 2:
+            self._snapshot = msgspec.json.encode(self._all())
+            self._snapshot_at = self._clock()
+        return self._snapshot
+
+    def now(self) -> RouterNow:
+        return self._now()
+
+    def problems(self) -> list[Problem]:
+        """The worst first, of equal ones the latest first."""
+        worst: dict[str, int] = {"critical": 0, "warning": 1, "note": 2}
+        return sorted(self._problems.values(), key=lambda p: (worst[p.severity], -p.since, p.where))
+
+    def state(self) -> str:
+        """`down` if requests cannot be served, `degraded` if something is wrong, else `ok`."""
+        severities = {problem.severity for problem in self._problems.values()}
+        if "critical" in severities:
+            return "down"
+        return "degraded" if "warning" in severities else "ok"
+
+    def _flow(self, source: str, target: str, tokens: int) -> None:
+        self._flow_requests.add(Flow(source, target), 1)
+        self._flow_tokens.add(Flow(source, target), tokens)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                self.look()
+            except Exception:  # without looks, the page would stand still and not say why
+                log.exception("the router's page could not be brought up to date")
+
+    def _draw_point(self, wall: float) -> None:
+        if self._clock() - self._point.begun >= _POINT_SECONDS:
+            self._points.append(self._point.shown(wall))
+            self._point = _NewPoint(self._clock())
+
+    def _update_problems(self, now: RouterNow, wall: float) -> None:
+        found = {
+            **engine_problems(now, wall),
+            **request_problems(self._outcomes.totals(), now),
+            **_flapping(self._changes, wall),
+            **_slow(self._points),
+        }
+        for key, problem in found.items():
+            old = self._problems.get(key)
+            since = old.since if old is not None else problem.since or wall
+            found[key] = msgspec.structs.replace(problem, since=since)
+        self._problems = found
+
+    def _all(self) -> dict[str, object]:
+        now = self._now()
+        hits, requests = self._hits.totals(), self._flow_requests.totals()
+        tokens = self._flow_tokens.totals()
+        busiest = sorted(requests, key=lambda key: (tokens[key], requests[key]), reverse=True)
+        per_minute = 60 / _FLOW_SECONDS
+        return {
+            "time": self._wall(),
+            "started": self._begun,
+            "state": self.state(),
+            "in_flight": now.in_flight,
+            "waiting": now.waiting,
+            "problems": self.problems(),
+            "changes": list(reversed(self._changes)),
+            "engines": [self._engine(engine) for engine in now.engines],
+            "flows": [
+                {
+                    "from": flow.source,
+                    "to": flow.target,
+                    "requests_per_minute": requests[flow] * per_minute,
+                    "tokens_per_minute": tokens[flow] * per_minute,
+                }
+                for flow in busiest
+            ],
+            "hit_tokens": {s: hits[s] for s in ("local", "handover", "pool", "none")},
+            "latency": {
+                "first_token_ms": self._first_tokens.percentiles_ms(),
+                "router_ms": self._router_times.percentiles_ms(),
+            },
+            "outcomes": dict(self._outcomes.totals()),  # of the last minute
+            "points": list(self._points),
+            "counts": {
+                "requests": dict(now.requests),
+                "retries": dict(now.retries),
+                "fallbacks": dict(now.fallbacks),
+            },
+            "failures": list(reversed(self._failed)),
+            "decisions": [placed.shown() for placed in reversed(self._decisions)],
+        }
+
+    def _engine(self, engine: EngineNow) -> dict[str, object]:
+        recent = self._by_engine.get(engine.url)
+        shown = msgspec.structs.asdict(engine)
+        shown["reason"] = _cut(engine.reason)
+        shown["first_token_ms"] = recent.percentiles_ms() if recent is not None else None
+        tokens = self._engine_tokens.totals()[engine.url]
+        if engine.cache is not None and tokens:
+            rate = self._engine_cached.totals()[engine.url] / tokens
+            shown["cache"] = msgspec.structs.replace(engine.cache, hit_rate=round(rate, 4))
+        shown["recent_failures"] = self._failures.totals()[engine.url]
+        return shown
+
+
+# What is wrong. Pure functions; keys tell problems apart, so that each has its beginning.
+
+
+def engine_problems(now: RouterNow, wall: float) -> dict[str, Problem]:
+    """Engines that are down, draining, or whose caches the router does not know."""
+    found = {f"router {key}": Problem("warning", "", _cut(s)) for key, s in now.problems.items()}
+    up = {role for engine in now.engines if engine.up for role in engine.roles}
+    if "decode" not in up:
+        what = "No decode engine is up. Requests wait, then get 503."
+        found["decode"] = Problem("critical", "", what)
+    elif "prefill" not in up and any("prefill" in engine.roles for engine in now.engines):
+        what = "No prefill engine is up. Decode engines compute every prompt themselves."
+        found["prefill"] = Problem("warning", "", what)
+    for engine in now.engines:
+        if not engine.up:
+            since = 0.0 if engine.down_seconds is None else wall - engine.down_seconds
+            rest = sum(other.up and set(engine.roles) <= set(other.roles) for other in now.engines)
+            what = f"Down: {_cut(engine.reason)}. {rest or 'No'} other {'/'.join(engine.roles)} "
+            what += "engine is up." if rest < 2 else "engines are up."
+            # An engine that is being taken out may end.
+            severity: Severity = "note" if engine.draining else "warning"
+            found[f"down {engine.url}"] = Problem(severity, engine.url, what, since)
+        elif engine.trial:
+            what = "On trial: probes are good, but requests failed. It gets few until one works."
+            found[f"trial {engine.url}"] = Problem("warning", engine.url, what)
+        elif engine.draining:
+            what = f"Draining: {engine.in_flight} requests left, new ones go elsewhere."
+            found[f"drain {engine.url}"] = Problem("note", engine.url, what)
+        state = engine.cache.state if engine.cache is not None and engine.up else ""
+        if state == "lost":
+            what = "Cache events are lost. Its cache is estimated from what was sent there."
+            found[f"cache {engine.url}"] = Problem("warning", engine.url, what)
+        elif state == "replaying":
+            what = "Cache events were missed and are being replayed."
+            found[f"cache {engine.url}"] = Problem("note", engine.url, what)
+    return found
+
+
+def request_problems(outcomes: Mapping[str, int], now: RouterNow) -> dict[str, Problem]:
+    """What requests of the last minute met."""
+    found: dict[str, Problem] = {}
+    ended = sum(outcomes.values())
+    failed = {name: count for name in _FAILED if (count := outcomes.get(name, 0))}
+    if failed:
+        kinds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in failed.items())
+        what = f"{sum(failed.values())} of {ended} requests failed in the last minute: {kinds}."
+        found["failed"] = Problem("warning", "", what)
+    if busy := outcomes.get("busy", 0):
+        full = f"{now.in_flight} of {now.most_in_flight} places are taken"
+        what = f"{busy} requests were refused with 429 in the last minute; {full}."
+        found["busy"] = Problem("warning", "", what)
+    if unknown := outcomes.get("unauthorized", 0):
+        what = f"{unknown} requests in the last minute had no key, or a wrong one."
+        found["unauthorized"] = Problem("note", "", what)
+    if now.waiting:
+        what = f"{now.waiting} requests wait for a decode engine."
+        found["waiting"] = Problem("warning", "", what)
+    return found
+
+
+def changes(
+    before: Mapping[str, EngineNow] | None, after: Mapping[str, EngineNow], wall: float
+) -> list[Change]:
+    """What became of the engines since the last look; None: this is the first one."""
+    if before is None:
+        return [Change(wall, "", f"The router started with {len(after)} engines.", True)]
+    found: list[Change] = []
+    for url, new in after.items():
+        old = before.get(url)
+        if old is None:
+            found.append(Change(wall, url, f"added for {' and '.join(new.roles)}", True))
+            continue
+        if old.up != new.up:
+            what = "up" if new.up else f"down: {_cut(new.reason)}"
+            if new.up and old.down_seconds is not None:
+                what = f"up, after {old.down_seconds:.0f} s"
+            found.append(Change(wall, url, what, new.up))
+        if old.draining != new.draining:
+            what = "draining" if new.draining else "takes requests again"
+            found.append(Change(wall, url, what, not new.draining))
+        if set(old.roles) != set(new.roles):
+            found.append(Change(wall, url, f"is now for {' and '.join(new.roles)}", True))
+        states = [engine.cache.state if engine.cache else "unknown" for engine in (old, new)]
+        if states[0] != states[1]:
+            what = f"cache view {states[1]}, was {states[0]}"
+            found.append(Change(wall, url, what, states[1] not in ("lost", "replaying")))
+    found += [Change(wall, url, "removed", True) for url in before if url not in after]
+    return found
+
+
+def _flapping(seen: Iterable[Change], wall: float) -> dict[str, Problem]:
+    downs: dict[str, list[float]] = {}
+    for change in seen:
+        if change.what.startswith("down") and wall - change.time <= _FLAP_SECONDS:
+            downs.setdefault(change.where, []).append(change.time)
+    return {
+        f"flaps {url}": Problem(
+            "warning", url, f"Went down {len(times)} times in ten minutes.", times[0]
+        )
+        for url, times in downs.items()
+        if len(times) >= _FLAPS
+    }
+
+
+def _slow(points: Iterable[Point]) -> dict[str, Problem]:
+    """First tokens of the last minute that take much longer than those before."""
+    minute = round(60 / _POINT_SECONDS)
+    seen = list(points)
+    before, last = _median(seen[:-minute]), _median(seen[-minute:])
+    if before is None or last is None:
+        return {}
+    if last < _SLOW_SECONDS * 1000 or last < _SLOW_TIMES * before:
+        return {}
+    what = f"First tokens take {last / 1000:.1f} s, {last / before:.0f} times the usual."
+    return {"slow": Problem("warning", "", what)}
+
+
+def _median(points: Iterable[Point]) -> float | None:
+    """The median of the points' medians by their answers; None if too few answers came."""
+    known = sorted((point.p50, point.answers) for point in points if point.p50 is not None)
+    left = sum(answers for _, answers in known) / 2
+    if 2 * left < _SLOW_ANSWERS:
+        return None
+    for value, answers in known:
+        left -= answers
+        if left <= 0:
+            return value
+    return None
+
+
+# Bounded memories
+
+
+class SlidingCounts(Generic[K]):
+    """Counts by key over the last `seconds`, to the second, of at most `_KEYS` keys.
+
+    A new key beyond that is not counted. Old ones leave with the window.
+    """
+
+    def __init__(self, seconds: int, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._buckets: deque[tuple[int, Counter[K]]] = deque()
+        self._totals: Counter[K] = Counter()
+
+    def add(self, key: K, amount: int) -> None:
+        totals = self.totals()
+        if key not in totals and len(totals) >= _KEYS:
+            return
+        second = int(self._clock())
+        if not self._buckets or self._buckets[-1][0] != second:
+            self._buckets.append((second, Counter()))
+        self._buckets[-1][1][key] += amount
+        totals[key] += amount
+
+    def totals(self) -> Counter[K]:
+        oldest = self._clock() - self._seconds
+        while self._buckets and self._buckets[0][0] < oldest:
+            for key, amount in self._buckets.popleft()[1].items():
+                self._totals[key] -= amount
+                if not self._totals[key]:
+                    del self._totals[key]
+        return self._totals
+
+
+class Recent:
+    """The last durations: at most `most` of them, none older than `seconds`."""
+
+    def __init__(self, seconds: int, most: int, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._values: deque[tuple[float, float]] = deque(maxlen=most)
+
+    def add(self, duration_seconds: float) -> None:
+        self._values.append((self._clock(), duration_seconds))
+
+    def percentiles_ms(self) -> dict[str, float | None]:
+        oldest = self._clock() - self._seconds
+        while self._values and self._values[0][0] < oldest:
+            self._values.popleft()
+        values = sorted(duration for _, duration in self._values)
+        return {f"p{share}": percentile_ms(values, share) for share in (50, 90, 99)}
+
+
+def percentile_ms(ordered: Sequence[float], share: int) -> float | None:
+    """The smallest of the ordered seconds that `share` percent do not exceed, in milliseconds."""
+    if not ordered:
+        return None
+    return _ms(ordered[math.ceil(len(ordered) * share / 100) - 1])
+
+
+class _NewPoint:
+    """The point of the curves that is being gathered."""
+
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
+        self.ended = self.failed = self.tokens = self.cached = 0
+        self.first_tokens: deque[float] = deque(maxlen=_LATENCIES)
+
+    def shown(self, wall: float) -> Point:
+        ordered = sorted(self.first_tokens)
+        return Point(
+            time=wall,
+            requests=self.ended,
+            failed=self.failed,
+            answers=len(ordered),
+            p50=percentile_ms(ordered, 50),
+            p99=percentile_ms(ordered, 99),
+            hit_rate=self.cached / self.tokens if self.tokens else None,
+        )
+
+
+def _options(decision: Decision) -> list[dict[str, object]]:
+    """The cheapest options, and the chosen one if it is none of them."""
+    options = list(decision.options[:_OPTIONS])
+    if decision.options and decision.chosen not in options:
+        options[-1] = decision.chosen
+    return [
+        _way(option.prefill, option.decode)
+        | {
+            "expected_ms": _ms(option.seconds),
+            "parts": {part: _ms(option.parts[part]) for part in PARTS if option.parts.get(part)},
+            "cached": option.cached_tokens,
+            "source": option.source,
+            "chosen": option == decision.chosen,
+        }
+        for option in options
+    ]
+
+
+def _way(prefill: str | None, decode: str) -> dict[str, object]:
+    return {"prefill": prefill, "decode": decode}
+
+
+def _ms(seconds: float) -> float | None:
+    """Milliseconds to a hundredth; None if the time is not known."""
+    return round(seconds * 1000, 2) if math.isfinite(seconds) else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"

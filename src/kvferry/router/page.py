@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves what `live` knows: the page at /, its state at /live, and the same as server-sent events.
+
+The page is one file. Its policy allows its own style and script by their hashes, a connection back
+to the router, and nothing else; texts of clients and engines become text nodes, never HTML. The
+router writes tables into the page, so that it is of use without scripts. The script draws over
+them from the state that the page carries, then from /live/stream.
+
+All viewers of the stream get the same bytes, once a second. None has a queue: a viewer that reads
+slowly misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.router.api import ApiError, Limits
+from kvferry.router.guard import Quota, address_of
+from kvferry.router.live import EngineNow, LiveState
+
+log = logging.getLogger(__name__)
+
+_VIEWER_SECONDS = 10.0
+_RETRY_SECONDS = 10.0  # after a refusal; viewers stay long
+_SOURCE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+_MARK = re.compile(r"<!--(\w+)-->")
+
+
+class LivePage:
+    """The pages / and /live of one router."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+
+    async def state(self, request: Request) -> Response:
+        return Response(self._live.snapshot(), headers=_HEADERS, media_type="application/json")
+
+    async def page(self, request: Request) -> Response:
+        now, problems = self._live.now(), self._live.problems()
+        marks = {
+            "state": self._live.state(),
+            "summary": f"{now.in_flight} in flight",
+            "problems": "".join(
+                f'<li class="{p.severity}">{escape(f"{p.where} {p.what}".strip())}</li>\n'
+                for p in problems
+            ),
+            "engines": "".join(_row(engine) for engine in now.engines),
+            "requests": _counted(now.requests),
+            "retries": _counted(now.retries),
+            "fallbacks": _counted(now.fallbacks),
+            "json": _inside_html(self._live.snapshot()),
+        }
+        # One pass: what a client wrote is never read as a mark.
+        html = _MARK.sub(lambda mark: marks[mark[1]], _SOURCE)
+        return HTMLResponse(html, headers=_HEADERS | {"content-security-policy": _POLICY})
+
+
+class LiveStream:
+    """/live/stream, as an ASGI application."""
+
+    def __init__(self, live: LiveState, limits: Limits) -> None:
+        self._live = live
+        self._viewers = Quota(limits.max_viewers, limits.address_share)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        address = address_of(scope.get("client"))
+        if lack := self._viewers.take(address):
+            count = self._viewers.most if lack == "all" else self._viewers.most_each
+            message = f"viewers of the page: {count}, the most allowed; ask /live now and then"
+            answer = ApiError(429, "too_many_viewers", message, _RETRY_SECONDS).answer
+            headers = {name.decode(): value.decode() for name, value in answer.headers}
+            await Response(answer.body, answer.status, headers)(scope, receive, send)
+            return
+        self._live.watched += 1
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            await self._show(send, gone)
+        except TimeoutError:
+            log.info("a viewer of the page at %s took nothing for %g s", address, _VIEWER_SECONDS)
+        finally:
+            gone.cancel()
+            self._live.watched -= 1
+            self._viewers.take(address, -1)
+
+    async def _show(self, send: Send, gone: asyncio.Task[None]) -> None:
+        """Send each new state, until the viewer is gone. Raises TimeoutError for a slow one."""
+        head = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+        head += [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+        async with asyncio.timeout(_VIEWER_SECONDS):
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+        while not gone.done():
+            published = self._live.published
+            event = b"data: %s\n\n" % self._live.snapshot()
+            async with asyncio.timeout(_VIEWER_SECONDS):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            fresh = asyncio.create_task(published.wait())
+            await asyncio.wait({fresh, gone}, return_when=asyncio.FIRST_COMPLETED)
+            fresh.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _hash_of(tag: str) -> str:
+    """The content-security-policy's name of the page's only style or script."""
+    found = re.search(rf"<{tag}>(.*?)</{tag}>", _SOURCE, re.DOTALL)
+    assert found is not None and not _MARK.search(found[1])
+    digest = hashlib.sha256(found[1].encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"style-src {_hash_of('style')}",
+        f"script-src {_hash_of('script')}",
+        "connect-src 'self'",
+        "require-trusted-types-for 'script'",  # the browser refuses any text as HTML
+        "trusted-types 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def _inside_html(json: bytes) -> str:
+    """JSON that ends no element; it stays the same JSON, because these stand in strings only."""
+    text = json.decode()
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _row(engine: EngineNow) -> str:
+    state = "up" if engine.up else "down"
+    if engine.draining:
+        state += ", draining"
+    cells = (engine.url, " ".join(engine.roles), state, str(engine.in_flight), engine.reason)
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return "".join(
+        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{count}</td></tr>\n"
+        for name, count in counts.items()
+        if count
+    )

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each request goes: the view of caches, what engines cost, the choice, and what came of it.
+
+`Placing` belongs to one router. It follows the engines' events into the index, asks engines for
+their metrics, and hears of engines that come and go. `Placement` is one request's part of it:
+
+    look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
+    choose    holdings and engines become a decision; again for each try, without what failed
+    prefill   the prompt is on its way to an engine: it counts there, and is believed to be held
+    decode    the request is on its way to the engine that answers
+    first     its first byte came: expected and actual time are compared, rates are learned
+    ended     whatever happened, nothing of it counts any more
+
+Without tokens there is no choice to make: the caller takes the engine with the fewest requests. The
+same is true of a router that was told to place by load alone.
+
+An engine that came up may be another process. What it held is forgotten at once; its events, if it
+publishes any, are read from their beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from random import Random
+
+import anyio
+import httpx
+from prometheus_client import CollectorRegistry, Histogram
+
+from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
+from kvferry.router.cache.chain import PromptChain
+from kvferry.router.cache.events import EventSource, EventStreams
+from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.prompts import LocalTokenizer, Prompts
+from kvferry.router.choice.choose import place
+from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
+from kvferry.router.choice.rates import (
+    EngineMetrics,
+    FleetMeter,
+    PrefillVisit,
+    StreamVisit,
+    UsualRates,
+)
+from kvferry.router.engines import Fleet, FleetChange, UpstreamEngine
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("local", "handover", "pool", "none")
+CHOICES = (
+    "alone",  # computed where it is decoded
+    "handed_over",
+    "by_load",  # without tokens: the engine with the fewest requests
+)
+_REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
+_MOST_REQUESTS = 1_000_000  # at one engine, as its metrics may say
+_RECHECK_SECONDS = 60.0  # after which an engine without metrics is asked again
+_SAMPLE = re.compile(rb"^vllm:(\w+?)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+_LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
+# Of a prompt whose tokens are not known, until it counts as computed.
+_GUESSED_SECONDS = 1.0
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
+
+
+class Placing:
+    """The view, the rates and the choice of one router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        registry: CollectorRegistry,
+        seed: int | None = None,
+    ) -> None:
+        """Raises DescriptionError if there is no tokenizer where one was named."""
+        self.by_cost = config.place == "cost"
+        self.index = CacheIndex(config.limits.max_index_blocks)
+        self.meters = FleetMeter()
+        self.hit_tokens = Counter(dict.fromkeys(SOURCES, 0))  # of prompts, by where they came from
+        self.choices = Counter(dict.fromkeys(CHOICES, 0))
+        self.regret = Histogram(
+            "kvferry_router_regret_seconds",
+            "First byte of streams, less the least that any choice was expected to take.",
+            registry=registry,
+            buckets=_REGRET_BUCKETS,
+        )
+        tokenizer = LocalTokenizer(config.tokenizer) if config.tokenizer is not None else None
+        self.prompts = Prompts(
+            fleet.client, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
+        )
+        self._fleet, self._limits = fleet, config.limits
+        self._random = Random(seed)
+        self._followers: dict[str, _Follower] = {}
+        self._no_metrics_until: dict[str, float] = {}
+        self._running = False
+        if self.by_cost:
+            fleet.on_change(self._changed)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Follow events and metrics until the end."""
+        if not self.by_cost:
+            yield
+            return
+        self._running = True
+        for engine in self._fleet.engines:
+            self._follow(engine.spec)
+        polling = asyncio.create_task(self._poll_metrics())
+        try:
+            yield
+        finally:
+            self._running = False
+            tasks = [polling, *(follower.task for follower in self._followers.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.prompts.close()
+
+    async def look(self, path: str, body: bytes, headers: Headers, wanted: Generation) -> Placement:
+        """One request's placement, with its tokens if these are to be had."""
+        chain = None
+        if self.by_cost and (asked := self._any_engine()) is not None:
+            chain = await self.prompts.chain(asked.url, path, body, headers)
+        most = wanted.max_tokens()
+        return Placement(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
+
+    def views(self) -> list[EngineView]:
+        """All engines, as the choice sees them now."""
+        usual = self.meters.usual()
+        return [self._view(engine, usual) for engine in self._fleet.engines]
+
+    def _view(self, engine: UpstreamEngine, usual: UsualRates) -> EngineView:
+        view = self.meters.view(
+            engine.url,
+            engine.roles,
+            up=engine.room > 0,
+            draining=engine.draining is not None,
+            pooled=self.index.pooled(engine.url),
+            usual=usual,
+        )
+        weight = engine.spec.weight
+        if weight == 1.0:
+            return view
+        # Its share of requests: a light engine seems busier than it is, a heavy one less.
+        work, running = round(view.waiting_tokens / weight), round(view.running / weight)
+        return replace(view, waiting_tokens=work, running=running)
+
+    def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
+        return place(prompt, views, self._random)
+
+    # Engines come and go
+
+    def _changed(self, change: FleetChange) -> None:
+        engine = change.engine
+        follower = self._followers.get(engine.url)
+        if change.kind == "removed":
+            self._unfollow(engine.url)
+            self.index.remove(engine.url)
+            self.prompts.forget(engine.url)
+            self.meters.keep(e.url for e in self._fleet.engines)
+            self._no_metrics_until.pop(engine.url, None)
+        elif change.kind == "up":
+            self.prompts.forget(engine.url)
+            self.meters[engine.url].restarted()
+            self._no_metrics_until.pop(engine.url, None)
+            if follower is not None:
+                follower.streams.restarted()
+            else:
+                self.index.forget(engine.url)
+        elif change.kind in ("added", "changed") and self._running:
+            self._follow(engine.spec)
+
+    def _follow(self, spec: EngineSpec) -> None:
+        """Follow an engine's events, where it publishes them."""
+        source = None if spec.events is None else EventSource(spec.events, spec.replay)
+        old = self._followers.get(spec.url)
+        if (old.source if old is not None else None) == source:
+            return
+        self._unfollow(spec.url)
+        if source is not None:
+            streams = EventStreams(self.index, spec.url, source)
+            self._followers[spec.url] = _Follower(
+                source, streams, asyncio.create_task(streams.run())
+            )
+
+    def _unfollow(self, url: str) -> None:
+        follower = self._followers.pop(url, None)
+        if follower is not None:
+            follower.task.cancel()
+            self.index.forget(url)
+
+    def _any_engine(self) -> UpstreamEngine | None:
+        """An engine to ask for tokens: the one with the fewest requests."""
+        up = [engine for engine in self._fleet.with_role("decode") if engine.up]
+        return min(up, key=lambda engine: engine.load, default=None)
+
+    # Metrics
+
+    async def _poll_metrics(self) -> None:
+        while True:
+            now = time.monotonic()
+            asked = [
+                engine
+                for engine in self._fleet.engines
+                if engine.up and self._no_metrics_until.get(engine.url, 0.0) <= now
+            ]
+            await asyncio.gather(*(self._ask_metrics(engine) for engine in asked))
+            await asyncio.sleep(self._limits.metrics_seconds)
+
+    async def _ask_metrics(self, engine: UpstreamEngine) -> None:
+        try:
+            with anyio.fail_after(self._limits.probe_seconds):
+                async with self._fleet.client.stream("GET", f"{engine.url}/metrics") as response:
+                    parts, size = [], 0
+                    async for part in response.aiter_bytes():
+                        size += len(part)
+                        if size > _METRICS_BYTES:
+                            break
+                        parts.append(part)
+            found = read_metrics(b"".join(parts)) if response.is_success else None
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError):
+            return  # probes say whether it is down
+        except Exception:  # without the poll, nothing would be known of any engine's load
+            log.exception("the metrics of %s broke the poll", engine.url)
+            return
+        if found is None:
+            self._no_metrics_until[engine.url] = time.monotonic() + _RECHECK_SECONDS
+        else:
+            self.meters[engine.url].told(found)
+
+
+class Placement:
+    """One request's way to its engines."""
+
+    def __init__(
+        self,
+        placing: Placing,
+        chain: PromptChain | None,
+        body_bytes: int,
+        output_tokens: int,
+        streamed: bool,
+    ) -> None:
+        self.decision: Decision | None = None  # the last one
+        self.actual_seconds: float | None = None  # until the first byte of a stream
+        self._placing = placing
+        self._chain = chain
+        self._output_tokens = output_tokens
+        self._streamed = streamed
+        # Without tokens a prompt still counts on the engine that computes it: 4 bytes make one.
+        self._guessed_tokens = max(1, body_bytes // 4)
+        self._begun = time.monotonic()
+        self._holdings: tuple[Holding, ...] = ()
+        self._prefill: PrefillVisit | None = None
+        self._stream: StreamVisit | None = None
+        self._computed_on: str | None = None
+        self._unsure: str | None = None  # was sent the prompt, and has not answered yet
+        self._handed_tokens = 0  # that the decode engine loads from another one
+        self._asked_at = 0.0
+        self._events = 0
+        self._cached: int | None = None  # tokens that the engine says it had
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt; 0: not known."""
+        return 0 if self._chain is None else self._chain.tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt: as the engine says that computed it, else as was expected."""
+        if self._cached is not None:
+            return min(self._cached, self.tokens)
+        if self.decision is None:
+            return 0
+        chosen = self.decision.chosen
+        if self._computed_on not in (None, chosen.prefill or chosen.decode):
+            return self._held(self._computed_on)  # the chosen engine failed
+        return chosen.cached_tokens
+
+    def choose(
+        self, *, may_hand_over: bool, not_prefill: set[str], not_decode: set[str]
+    ) -> Decision | None:
+        """The way for the next try. None: without tokens there is nothing to choose by."""
+        if self._chain is None:
+            return None
+        out = {"prefill": not_prefill, "decode": not_decode}
+        views = []
+        for view in self._placing.views():
+            if view.name in not_prefill or view.name in not_decode:
+                roles = frozenset(role for role in view.roles if view.name not in out[role])
+                view = replace(view, roles=roles)
+            views.append(view)
+        self._holdings = tuple(self._placing.index.holdings(self._chain))
+        prompt = PromptView(self.tokens, self._holdings, may_hand_over, self._output_tokens)
+        self.decision = self._placing.decide(prompt, views)
+        return self.decision
+
+    def summary(self) -> bytes:
+        """The decision for a header. Clients do not see the engines' addresses."""
+        assert self.decision is not None
+        chosen = self.decision.chosen
+        way = "alone" if chosen.prefill is None else "handed-over"
+        return (
+            f"{way}; source={chosen.source}; tokens={self.tokens}; cached={chosen.cached_tokens}; "
+            f"expected-ms={chosen.seconds * 1000:.0f}; options={len(self.decision.options)}"
+        ).encode()
+
+    def prefill(self, engine: str) -> None:
+        """The prompt goes to `engine` to be computed there and decoded elsewhere."""
+        self._compute(engine, decoded_elsewhere=True)
+
+    def prefilled(self, answer: bytes) -> None:
+        """The prefill engine has answered well."""
+        self._unsure = None
+        self._computed()
+        self._read_cached(answer)
+
+    def prefill_failed(self) -> None:
+        self._drop_prefill()
+        self._computed_on = None
+
+    def decode(self, engine: str, *, handed_over: bool) -> None:
+        """The request goes to the engine that answers."""
+        self.ended()
+        self._stream = self._placing.meters[engine].stream()
+        self._asked_at = time.monotonic()
+        self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
+        if not handed_over:
+            self._compute(engine, decoded_elsewhere=False)
+        else:
+            self._believe(engine)
+
+    def first(self, engine: str, data: bytes) -> None:
+        """The first bytes of a stream."""
+        if self._stream is None:
+            return
+        now = time.monotonic()
+        self.actual_seconds = now - self._begun
+        self._unsure = None
+        self._stream.first()
+        if self._handed_tokens:
+            self._placing.meters[engine].received(self._handed_tokens, now - self._asked_at)
+        else:
+            self._computed()
+        if self.decision is not None:
+            best = min(option.seconds for option in self.decision.options)
+            self._placing.regret.observe(self.actual_seconds - best)
+        self.saw(data)
+
+    def saw(self, data: bytes) -> None:
+        """A part of the answer went by, or all of it."""
+        self._events += data.count(b"\n\n")
+        if not self._handed_tokens:  # else the engine counts what was handed over as cached
+            self._read_cached(data)
+
+    def served(self, *, handed_over: bool) -> None:
+        """The request was answered well: what it got from where counts from now on."""
+        placing = self._placing
+        self._unsure = None
+        if self._streamed and self._events > 1:
+            placing.meters.answered(self._events)
+        if self.decision is None:
+            placing.choices["by_load"] += 1
+            return
+        placing.choices["handed_over" if handed_over else "alone"] += 1
+        chosen = self.decision.chosen
+        source = "local" if chosen.source == "none" else chosen.source
+        placing.hit_tokens[source] += self.cached_tokens
+        placing.hit_tokens["none"] += self.tokens - self.cached_tokens
+
+    def ended(self) -> None:
+        """Nothing of it counts on any engine. May be called again."""
+        self._drop_prefill()
+        if self._stream is not None:
+            self._stream.ended(self._events)
+            self._stream = None
+        self._events = 0
+
+    def _held(self, engine: str | None) -> int:
+        """Leading tokens that an engine holds on its device."""
+        return max(
+            (h.tokens for h in self._holdings if h.engine == engine and h.tier == "gpu"), default=0
+        )
+
+    def _compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
+        self._drop_prefill()
+        self._believe(engine)
+        self._computed_on = engine
+        self._prefill = self._placing.meters[engine].prefill(
+            self.tokens or self._guessed_tokens,
+            self._held(engine),
+            decoded_elsewhere=decoded_elsewhere,
+            known=self._chain is not None,
+        )
+        if not decoded_elsewhere and not self._streamed:
+            # Its answer says nothing about when the prompt was computed.
+            seconds = _GUESSED_SECONDS if self.decision is None else self.decision.chosen.seconds
+            asyncio.get_running_loop().call_later(seconds, self._prefill.dropped)
+
+    def _computed(self) -> None:
+        if self._prefill is not None:
+            self._prefill.computed()
+            self._prefill = None
+
+    def _drop_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.dropped()
+            self._prefill = None
+        engine, self._unsure = self._unsure, None
+        if engine is not None and self._chain is not None:
+            index = self._placing.index
+            if index.state(engine) != "live":  # else its events tell how far it came
+                index.missed(engine, self._chain, self._held(engine))
+
+    def _believe(self, engine: str) -> None:
+        """An engine that gets a prompt will hold it, unless it fails."""
+        if self._chain is not None:
+            self._placing.index.sent(engine, self._chain)
+            self._unsure = engine
+
+    def _read_cached(self, data: bytes) -> None:
+        """What the engine that computed the prompt says it had of it, where it says that."""
+        if b"cached_tokens" not in data or (found := _CACHED.search(data)) is None:
+            return
+        self._cached = int(found[1])
+        engine, chain = self._computed_on, self._chain
+        if self._cached or engine is None or chain is None or not self._held(engine):
+            return
+        index = self._placing.index
+        if index.state(engine) != "live":
+            # Nothing of what it was sent is there: it was started again, or emptied.
+            index.forget(engine)
+            index.sent(engine, chain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    source: EventSource
+    streams: EventStreams
+    task: asyncio.Task[None]
+
+
+def _number(text: bytes, most: float) -> float:
+    """From 0 to `most`, whatever an engine writes."""
+    try:
+        return min(most, max(0.0, float(text)))
+    except ValueError:
+        return 0.0
+
+
+def read_metrics(text: bytes) -> EngineMetrics | None:
+    """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
+    sums: Counter[bytes] = Counter()
+    usage: list[float] = []
+    cache_tokens = 0
+    for name, labels, value in _SAMPLE.findall(text):
+        if name in (b"num_requests_running", b"num_requests_waiting"):
+            sums[name] += round(_number(value, _MOST_REQUESTS))
+        elif name == b"kv_cache_usage_perc":
+            usage.append(_number(value, 1.0))
+        elif name == b"cache_config_info":
+            sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
+            cache_tokens += sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
+    if b"num_requests_running" not in sums:
+        return None
+    return EngineMetrics(
+        running=sums[b"num_requests_running"],
+        waiting=sums[b"num_requests_waiting"],
+        used_blocks=sum(usage) / len(usage) if usage else 0.0,
+        cache_tokens=cache_tokens,
+    )

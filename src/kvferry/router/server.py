@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's listening sockets: TLS, draining, and a restart that loses no connection.
+
+A router that is told to stop (SIGTERM, SIGINT) closes its listening sockets. Requests in flight go
+on, for `drain_seconds`. Idle connections stay for a moment: a client that uses one just then gets
+its answer, with `Connection: close`.
+
+A restart hands the listening sockets over. The new router, started with `--take-over`, asks the old
+one for them at a Unix socket of this user:
+
+    new                                     old
+    probes its engines, connects      -->
+                                      <--   its listening sockets (SCM_RIGHTS)
+    accepts connections, says "ready" -->
+                                            stops accepting, drains, ends
+
+Both have the same sockets, with one queue of connections. So there is no moment in which nobody
+listens, and no connection is lost in a queue that goes. If the new router fails before it is ready,
+nothing has happened to the old one.
+
+With TLS, a connection counts, and has its deadline, before the handshake: a client that connects
+and says nothing takes one place among connections, like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import ssl
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvferry.errors import DescriptionError
+from kvferry.net.keys import runtime_directory
+from kvferry.net.names import at_port
+from kvferry.router.guard import ClientConnection, address_of
+
+log = logging.getLogger(__name__)
+_HELLO = b"kvferry router 1"
+_READY = b"ready"
+_MAX_SOCKETS = 16  # that one name to listen on has
+_HAND_OVER_SECONDS = 30.0  # for either side of a hand-over to do its part
+_LINGER_SECONDS = 1.0  # for which idle connections stay when the router drains
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where and how the router listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    take_over: bool = False  # from the router that has the port
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise DescriptionError("TLS needs a certificate and its key; name both, or neither")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Raises DescriptionError."""
+        if self.tls_cert is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # 1.2 or newer
+        try:
+            # An encrypted key must not make the router ask at a terminal.
+            context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: "")
+        except (OSError, ssl.SSLError, ValueError) as error:
+            raise DescriptionError(
+                f"cannot use the certificate {self.tls_cert} with the key {self.tls_key}: {error}"
+            ) from None
+        return context
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn's server, on sockets that can be taken over and handed over."""
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        listen: Listen,
+        draining: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`draining` is called when the router begins to drain."""
+        super().__init__(settings)
+        self._listen = listen
+        self._draining = draining
+        self._door: _Door | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        listen, taken = self._listen, None
+        door_path = None if listen.port == 0 else _door_path(listen.host, listen.port)
+        if listen.take_over and door_path is not None:
+            taken = await asyncio.to_thread(_take_over, door_path)
+        try:
+            mine = taken.sockets if taken else _bind(listen.host, listen.port)
+        except OSError as error:
+            log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
+            sys.exit(STARTUP_FAILURE)
+        await super().startup(sockets=mine)
+        port = mine[0].getsockname()[1]
+        self._door = _Door.open(door_path or _door_path(listen.host, port), mine, self._leave)
+        if taken:
+            await asyncio.to_thread(taken.ready)
+        scheme = "http" if listen.tls_cert is None else "https"
+        log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._door is not None:
+            self._door.close()
+        for server in self.servers:
+            server.close()
+        self._draining()
+        end = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < end and any(map(_idle, self.server_state.connections)):
+            await asyncio.sleep(_POLL_SECONDS)
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        log.info("another router has the port now; this one drains")
+        self.should_exit = True
+
+
+def _idle(connection: Any) -> bool:
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets at all addresses of the host, at one port. Raises OSError."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    bound: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        sock = socket.socket(family, kind, protocol)  # a protocol: asyncio sets TCP_NODELAY by it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if bound:  # port 0 means one port for all
+            address = (address[0], bound[0].getsockname()[1], *address[2:])
+        sock.bind(address)
+        bound.append(sock)
+        if len(bound) == _MAX_SOCKETS:
+            break
+    return bound
+
+
+# Handing over
+
+
+def _door_path(host: str, port: int) -> Path | None:
+    """Where the router with this port can be asked for it; None if there is no such place."""
+    try:
+        folder = runtime_directory()
+    except DescriptionError as error:
+        log.warning("this router cannot hand its port over: %s", error)
+        return None
+    return folder / f"router-{host.replace('/', '_') or '*'}-{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Another router's sockets, and the connection to it."""
+
+    sockets: list[socket.socket]
+    door: socket.socket
+
+    def ready(self) -> None:
+        """Tell the other router that this one accepts connections now."""
+        with self.door:
+            try:
+                self.door.sendall(_READY)
+            except OSError as error:  # it ended, or gave up; the port is this router's too
+                log.warning("the other router did not hear that this one is ready: %s", error)
+
+
+def _take_over(path: Path) -> _Taken | None:
+    """Ask the router at `path` for its sockets; None if there is none. Called on a thread."""
+    door = socket.socket(socket.AF_UNIX)
+    door.settimeout(_HAND_OVER_SECONDS)
+    try:
+        door.connect(str(path))
+        _require_this_user(door)
+        said, numbers, _, _ = socket.recv_fds(door, 64, _MAX_SOCKETS)
+        taken = [socket.socket(fileno=number) for number in numbers]
+        if said != _HELLO or not taken:
+            for sock in taken:
+                sock.close()
+            raise OSError(f"it said {said!r:.60}, with {len(taken)} sockets")
+    except OSError as error:
+        door.close()
+        log.warning("there is no router to take over from, this one listens by itself: %s", error)
+        return None
+    log.info("taking over from the router at %s", path)
+    return _Taken(taken, door)
+
+
+class _Door:
+    """The Unix socket at which a router hands its sockets over."""
+
+    def __init__(self, path: Path, door: socket.socket) -> None:
+        self._path = path
+        self._door = door
+        self._inode = path.stat().st_ino
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def open(
+        cls, path: Path | None, mine: list[socket.socket], leave: Callable[[], None]
+    ) -> _Door | None:
+        """Open it at `path`, in place of an older one. None, with a warning, if that fails."""
+        if path is None:
+            return None
+        _sweep(path.parent)
+        door = socket.socket(socket.AF_UNIX)
+        part = path.with_name(f".{secrets.token_hex(4)}")
+        try:
+            door.bind(str(part))  # the directory is this user's alone
+            door.listen(4)
+            door.setblocking(False)
+            part.rename(path)
+            made = cls(path, door)
+        except OSError as error:
+            door.close()
+            part.unlink(missing_ok=True)
+            log.warning("this router cannot hand its port over: %s: %s", path, error)
+            return None
+        made._task = asyncio.create_task(made._serve(mine, leave))
+        return made
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._door.close()
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:  # not the next router's
+                self._path.unlink()
+
+    async def _serve(self, mine: list[socket.socket], leave: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            other, _ = await loop.sock_accept(self._door)
+            with other:
+                try:
+                    other.setblocking(False)
+                    _require_this_user(other)
+                    socket.send_fds(other, [_HELLO], [sock.fileno() for sock in mine])
+                    async with asyncio.timeout(_HAND_OVER_SECONDS):
+                        said = await loop.sock_recv(other, len(_READY))
+                except OSError as error:  # also a TimeoutError
+                    log.warning("a hand-over of the port came to nothing: %s", error)
+                    continue
+            if said == _READY:
+                leave()
+                return
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the doors of routers that were killed."""
+    for path in folder.glob("router-*"):
+        # A socket of another kind disturbs nobody: a living door refuses its kind, a dead one any.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
+        ):
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def _require_this_user(other: socket.socket) -> None:
+    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user not in (0, os.geteuid()):
+        raise PermissionError(f"the other process is of user {user}")
+
+
+# TLS
+
+
+class TlsConnection(ClientConnection):
+    """A client's connection that begins with a TLS handshake; a subclass names the context."""
+
+    context: ssl.SSLContext
+    handshake_seconds: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._handshake: asyncio.Task[None] | None = None
+        self._secure = False
+        self._early: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self.address = address_of(transport.get_extra_info("peername"))
+        self.guard.admit(self)
+        if transport.is_closing():  # not admitted
+            return
+        transport.pause_reading()  # until the handshake reads
+        self._handshake = self.loop.create_task(self._shake_hands(transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._secure:
+            super().connection_lost(exc)
+        else:
+            self.guard.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._secure:
+            super().data_received(data)
+        else:  # came with the end of the handshake
+            self._early.append(data)
+
+    def eof_received(self) -> None:
+        if self._secure:
+            super().eof_received()
+
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        try:
+            made = await self.loop.start_tls(
+                transport,
+                self,
+                self.context,
+                server_side=True,
+                ssl_handshake_timeout=self.handshake_seconds,
+            )
+        except OSError:  # also ssl.SSLError: not a client of ours
+            transport.abort()
+            return
+        if made is None or made.is_closing():
+            transport.abort()
+            return
+        H11Protocol.connection_made(self, made)  # the guard has admitted it already
+        self._secure = True
+        for data in self._early:
+            self.data_received(data)
+        self._early.clear()

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where engines come from beside the command line: a file, and names that DNS resolves.
+
+Each engine has one source (`EngineSpec.source`). A source says which engines it wants, and
+`reconcile` makes the fleet so: new ones are added, changed ones are changed, and those that it no
+longer names drain and are removed. Engines of other sources stay as they are. An engine that an
+operator drained to stay is not taken back.
+
+Files (`WatchedFile`) are looked at every `reload_seconds`, by the event loop itself: no thread, no
+inotify, so a file that is replaced, mounted anew or linked elsewhere is noticed too. A file that
+cannot be used is refused with the reason in the log, and what it said before stays. At the start,
+the router ends instead.
+
+Names (`dns://host:port`) are resolved every `dns_seconds`; each address is an engine. A name that
+cannot be resolved keeps its engines: whether they live is for probes to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import logging
+import os
+import socket
+import tomllib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import DescriptionError, KvferryError
+from kvferry.router.api import EngineSpec, Limits
+from kvferry.router.engines import Fleet
+from kvferry.router.keys import warn_if_readable
+
+log = logging.getLogger(__name__)
+Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
+_MAX_FILE_BYTES = 1 << 20
+_MAX_ADDRESSES = 64  # of one name
+# What a file or an API may say about an engine. Its source is for the router to say.
+SPEC_FIELDS = frozenset(field.name for field in fields(EngineSpec)) - {"source"}
+
+
+def read_spec(said: Any, source: str) -> EngineSpec:
+    """An engine from decoded JSON or TOML. Raises DescriptionError."""
+    if not isinstance(said, dict):
+        raise DescriptionError(f"an engine must be an object with url and roles, not {said!r:.80}")
+    if unknown := set(said) - SPEC_FIELDS:
+        raise DescriptionError(
+            f"an engine has no {', '.join(sorted(map(repr, unknown)))[:200]}; it may have "
+            f"{', '.join(sorted(SPEC_FIELDS))}"
+        )
+    if "@" in str(said.get("url")):
+        said = {"url": "@", "roles": ["decode"]}  # a secret, which no message may repeat
+    try:
+        return msgspec.convert(said | {"source": source}, EngineSpec)
+    except msgspec.ValidationError as error:
+        raise DescriptionError(
+            f"the engine {said.get('url')!r:.80} is not right: {error}"
+        ) from None
+
+
+def reconcile(fleet: Fleet, source: str, wanted: Sequence[EngineSpec]) -> None:
+    """Make the engines of one source those that it wants: all of them, or none and an error."""
+    urls = Counter(spec.url for spec in wanted)
+    for url, count in urls.items():
+        if count > 1:
+            raise DescriptionError(f"the engine {url} is named {count} times by {source}")
+        there = fleet.get(url)
+        if there is not None and there.spec.source != source and there.draining != "remove":
+            raise DescriptionError(
+                f"the engine {url} is named by {there.spec.source} and by {source}; name it once"
+            )
+    fleet.require_space(sum(fleet.get(url) is None for url in urls))
+    for spec in wanted:
+        engine = fleet.get(spec.url)
+        if engine is None or engine.draining == "remove":
+            fleet.add(spec)
+        else:
+            fleet.change(engine, spec)
+    for engine in fleet.engines:
+        if engine.spec.source == source and engine.url not in urls:
+            fleet.drain(engine, then="remove")
+
+
+class Sources:
+    """All files and names of one router, and the task that looks at them."""
+
+    def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve | None = None) -> None:
+        self.files: list[WatchedFile] = []
+        self.names = Names(fleet, limits, resolve or addresses)
+        self._fleet = fleet
+        self._limits = limits
+
+    def watch(
+        self, name: str, path: Path, use: Callable[[bytes], None], *, secret: bool = False
+    ) -> None:
+        """Read a file now, which may raise DescriptionError, and again when it changes."""
+        file = WatchedFile(name, path, use)
+        file.read()
+        if secret:
+            warn_if_readable(path)
+        self.files.append(file)
+
+    def watch_fleet(self, path: Path) -> None:
+        source = str(path)
+
+        def use(data: bytes) -> None:
+            specs = read_fleet(data, path)
+            names = [spec for spec in specs if spec.is_name]
+            engines = [spec for spec in specs if not spec.is_name]
+            others = [e.spec for e in self._fleet.engines if e.spec.source != source]
+            if not any(
+                "decode" in s.roles for s in [*specs, *others, *self.names.of_others(source)]
+            ):
+                raise DescriptionError(f"{path} leaves no decode engine; name one at least")
+            self.names.check(source, names)
+            reconcile(self._fleet, source, engines)
+            self.names.use(source, names)
+
+        self.watch("fleet", path, use)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await self.names.refresh()
+        tasks = [
+            asyncio.create_task(self._every(self._limits.reload_seconds, self._look)),
+            asyncio.create_task(self._every(self._limits.dns_seconds, self.names.refresh)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        before = sum(file.used for file in self.files)
+        for file in self.files:
+            file.look()
+        if sum(file.used for file in self.files) != before:
+            await self.names.refresh()
+
+    async def _every(self, seconds: float, do: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await do()
+            except Exception:  # what comes later must be noticed all the same
+                log.exception("looking for changes broke")
+
+
+class WatchedFile:
+    """A file whose contents are used again whenever they change."""
+
+    def __init__(self, name: str, path: Path, use: Callable[[bytes], None]) -> None:
+        self.name = name  # for metrics
+        self.path = path
+        self.used = 0  # contents that were used
+        self.refused = 0
+        self.problem = ""  # why the last contents are not used
+        self._use = use
+        self._seen: tuple[int, ...] = ()
+        self._digest = b""
+
+    def read(self) -> None:
+        """Use the contents, if they are new. Raises DescriptionError."""
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                data = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise DescriptionError(f"cannot read {self.path}: {error.strerror}") from None
+        self._seen = _identity(state)
+        if len(data) > _MAX_FILE_BYTES:
+            raise DescriptionError(f"{self.path} has more than {_MAX_FILE_BYTES} bytes")
+        digest = hashlib.sha256(data).digest()
+        if digest != self._digest:
+            self._use(data)
+            self._digest = digest
+            self.used += 1
+        self.problem = ""
+
+    def look(self) -> None:
+        """Read the file again if it changed. A file that cannot be used changes nothing."""
+        try:
+            state = _identity(self.path.stat())
+        except OSError as error:
+            self._seen = ()
+            problem = f"cannot read {self.path}: {error.strerror}"
+            if problem != self.problem:  # this is asked again and again
+                self._refuse(problem)
+            return
+        if state == self._seen:
+            return
+        try:
+            self.read()
+            log.info("%s was read again", self.path)
+        except KvferryError as error:
+            self._refuse(str(error))
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = problem
+        self.refused += 1
+        log.error("the %s file is not used, what it said before stays: %s", self.name, problem)
+
+
+def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
+    """The engines of a file: `engines`, a list, in TOML, or in JSON if its name ends so.
+
+    Raises DescriptionError.
+    """
+    try:
+        text = data.decode()
+        said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+        raise DescriptionError(f"{path} cannot be read: {error}") from None
+    if not isinstance(said, dict) or set(said) != {"engines"}:
+        raise DescriptionError(f"{path} must have `engines`, a list of engines, and nothing else")
+    if not isinstance(said["engines"], list):
+        raise DescriptionError(f"`engines` of {path} must be a list")
+    return [read_spec(one, str(path)) for one in said["engines"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    owner: str  # the source that named it
+    spec: EngineSpec
+
+
+class Names:
+    """Engines behind names."""
+
+    def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve) -> None:
+        self.failures = 0
+        self._fleet = fleet
+        self._limits = limits
+        self._resolve = resolve
+        self._names: dict[str, _Name] = {}  # by URL
+        self._problems: dict[str, str] = {}
+        self._lookups: dict[str, asyncio.Future[Iterable[str]]] = {}  # that take their time
+
+    def check(self, source: str, specs: Sequence[EngineSpec]) -> None:
+        """Refuse names that are named twice."""
+        for url, count in Counter(spec.url for spec in specs).items():
+            owner = self._names[url].owner if url in self._names else source
+            if count > 1 or owner != source:
+                raise DescriptionError(
+                    f"{url} is named more than once; name it once, with its roles"
+                )
+
+    def use(self, source: str, specs: Sequence[EngineSpec]) -> None:
+        """These are the names of one source from now on."""
+        self.check(source, specs)
+        mine = {url for url, name in self._names.items() if name.owner == source}
+        for url in mine - {spec.url for spec in specs}:
+            del self._names[url]
+            self._problems.pop(url, None)
+            reconcile(self._fleet, url, [])
+        for spec in specs:
+            self._names[spec.url] = _Name(source, spec)
+
+    def of_others(self, source: str) -> list[EngineSpec]:
+        return [name.spec for name in self._names.values() if name.owner != source]
+
+    async def refresh(self) -> None:
+        """Resolve all names, and make the fleet so."""
+        await asyncio.gather(*(self._refresh(name.spec) for name in [*self._names.values()]))
+
+    async def _refresh(self, spec: EngineSpec) -> None:
+        host, port = spec.name_and_port()
+        lookup = self._lookups.get(spec.url)
+        if lookup is None:
+            lookup = self._lookups[spec.url] = asyncio.ensure_future(self._resolve(host, port))
+            lookup.add_done_callback(lambda done: self._lookups.pop(spec.url, None))
+        try:
+            # A lookup cannot be stopped. The next one waits for it, so there is one for each name.
+            found = await asyncio.wait_for(asyncio.shield(lookup), self._limits.connect_seconds)
+            now = self._names.get(spec.url)
+            if now is None:  # no longer named
+                return
+            self._apply(now.spec, sorted(set(found)))
+            self._problems.pop(spec.url, None)
+        except (OSError, TimeoutError, UnicodeError, KvferryError) as error:
+            self.failures += 1
+            problem = str(error) or "no answer in time"
+            if self._problems.get(spec.url) != problem:
+                self._problems[spec.url] = problem
+                log.error("%s keeps its engines: %s", spec.url, problem)
+
+    def _apply(self, spec: EngineSpec, found: list[str]) -> None:
+        if not found:
+            raise DescriptionError("it has no address")
+        if len(found) > _MAX_ADDRESSES:
+            raise DescriptionError(
+                f"it has {len(found)} addresses; expected {_MAX_ADDRESSES} at most"
+            )
+        wanted = []
+        for address in found:
+            one = spec.at(address)
+            there = self._fleet.get(one.url)
+            if there is None or there.spec.source == spec.url or there.draining == "remove":
+                wanted.append(one)  # else it has another source, which keeps it
+        reconcile(self._fleet, spec.url, wanted)
+
+
+async def addresses(host: str, port: int) -> list[str]:
+    """All addresses of a name, by the system's resolver on a thread of the event loop."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    texts = {str(where[0]) for *_, where in found}
+    return [text for text in texts if not ipaddress.ip_address(text).is_link_local]
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    return (state.st_mtime_ns, state.st_size, state.st_ino, state.st_dev)

@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A modelled engine: a prefix cache of so many blocks, a queue of prompts, a batch that decodes.
+
+An engine runs steps, one after another. A step decodes one token of every running request. While
+prompts are computed, a step also has a chunk of at most `chunk_tokens` of their tokens, first come,
+first served, and takes as much longer. Requests enter between two steps, when there are blocks for
+prompt and answer, and keep these until they end. What no request holds any more stays cached until
+its blocks are needed; the least recently used go first.
+
+Real engines give blocks for an answer as it grows, and stop a request if none is left. They also
+cache answers. Both are left out: a trace does not say which prompt continues which answer.
+
+Steps that only decode are taken many at a time, up to the next request that ends or comes. So the
+work of a simulation grows with requests and chunks, not with tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvferry.errors import DescriptionError
+from kvferry.router.choice.model import EngineView, Rate, Role, Source
+from kvferry.simulate.trace import TraceRequest
+
+MEASURED = Path(__file__).parent / "h200-8b.json"
+# For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
+# full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
+HOLD_SECONDS = 300.0
+
+
+class PrefillCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt's computation; see kvferry.router.choice.model.Rate."""
+
+    fixed_seconds: float
+    token_seconds: float
+    attention_tokens: float = math.inf
+
+
+class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step that decodes: for itself, for each request, for each token of their contexts."""
+
+    fixed_seconds: float
+    request_seconds: float = 0.0
+    context_token_seconds: float = 0.0
+
+
+class CopyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fixed_seconds: float
+    bytes_per_second: float
+
+
+class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of rates: what one engine costs. All engines of a simulation are equal."""
+
+    bytes_per_token: float
+    cache_bytes: float  # for KV cache
+    prefill: PrefillCost
+    step: StepCost
+    transfer: CopyCost  # from engine to engine
+    pool: CopyCost | None = None
+    chunk_tokens: int = 8192  # vLLM's max_num_batched_tokens
+    most_running: int = 256  # vLLM's max_num_seqs
+    about: str = ""
+    command: str = ""  # that measured them
+
+    def prefill_rate(self) -> Rate:
+        cost = self.prefill
+        return Rate(cost.fixed_seconds, cost.token_seconds, cost.attention_tokens)
+
+    def copy_rate(self, cost: CopyCost) -> Rate:
+        return Rate(cost.fixed_seconds, self.bytes_per_token / cost.bytes_per_second)
+
+
+def read_rates(path: Path = MEASURED) -> EngineRates:
+    """Raises DescriptionError that says what is wrong."""
+    try:
+        rates = msgspec.json.decode(path.read_bytes(), type=EngineRates)
+        _require_positive(msgspec.to_builtins(rates))
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise DescriptionError(
+            f"cannot read the rates {path}: {error}; {MEASURED} is a file to start from"
+        ) from None
+    return rates
+
+
+def _require_positive(fields: dict[str, object]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _require_positive(value)
+        elif isinstance(value, int | float):
+            may_be_zero = name in ("fixed_seconds", "request_seconds", "context_token_seconds")
+            if not (value > 0 or (may_be_zero and value == 0)):
+                raise ValueError(f"{name} must be more than 0, not {value!r}")
+
+
+class VirtualClock:
+    """Events in order of time; of equal times, the first that was planned comes first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
+        self._planned += 1
+        heapq.heappush(self._events, (max(seconds, self.now), self._planned, call))
+
+    def run(self) -> int:
+        """Until nothing is planned. Returns how many events there were."""
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+        return self._planned
+
+
+class BlockMap:
+    """Which engines hold which block, as a mask of bits. A lookup for all engines is one walk."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+
+    def add(self, block: int, bit: int) -> None:
+        self._masks[block] = self._masks.get(block, 0) | bit
+
+    def remove(self, block: int, bit: int) -> None:
+        left = self._masks[block] & ~bit
+        if left:
+            self._masks[block] = left
+        else:
+            del self._masks[block]
+
+    def leading(self, blocks: Sequence[int]) -> dict[int, int]:
+        """Leading blocks held, by the engine's bit; engines that hold none are left out."""
+        found: dict[int, int] = {}
+        mask = -1
+        for count, block in enumerate(blocks):
+            still = mask & self._masks.get(block, 0)
+            if count:
+                _give(found, mask & ~still, count)
+            mask = still
+            if not mask:
+                return found
+        _give(found, mask, len(blocks))
+        return found
+
+
+def _give(found: dict[int, int], mask: int, count: int) -> None:
+    while mask > 0:
+        bit = mask & -mask
+        found[bit] = count
+        mask ^= bit
+
+
+class PrefixCache:
+    """The blocks of one engine: held by requests (named or not), cached, or free."""
+
+    def __init__(self, most_blocks: int, blocks: BlockMap, bit: int) -> None:
+        self.most = most_blocks
+        self._map = blocks
+        self._bit = bit
+        self._pins: Counter[int] = Counter()  # named blocks that requests hold
+        self._idle: OrderedDict[int, None] = OrderedDict()  # named blocks that no request holds
+        self._unnamed = 0  # held blocks whose content is not there, or not to be found
+
+    @property
+    def free_share(self) -> float:
+        return 1 - (len(self._pins) + self._unnamed) / self.most
+
+    @property
+    def named(self) -> int:
+        return len(self._pins) + len(self._idle)
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        for count, block in enumerate(blocks):
+            if block not in self._pins and block not in self._idle:
+                return count
+        return len(blocks)
+
+    def take(self, hits: Sequence[int], new: int) -> bool:
+        """Hold cached blocks, and `new` empty ones. False: there is no room, nothing is taken."""
+        woken = sum(block in self._idle for block in hits)
+        if len(self._pins) + self._unnamed + woken + new > self.most:
+            return False
+        for block in hits:
+            self._idle.pop(block, None)
+            self._pins[block] += 1
+        self._unnamed += new
+        while len(self._pins) + len(self._idle) + self._unnamed > self.most:
+            block, _ = self._idle.popitem(last=False)
+            self._map.remove(block, self._bit)
+        return True
+
+    def name(self, blocks: Sequence[int]) -> list[int]:
+        """Held blocks have their content now. Returns those that others find here from now on.
+
+        A block that another request computed meanwhile stays unnamed: it is there twice.
+        """
+        named = [b for b in blocks if b not in self._pins and b not in self._idle]
+        for block in named:
+            self._pins[block] = 1
+            self._map.add(block, self._bit)
+        self._unnamed -= len(named)
+        return named
+
+    def release(self, held: Sequence[int], unnamed: int) -> None:
+        """A request lets go. Its last blocks are the first to be evicted, as in vLLM."""
+        self._unnamed -= unnamed
+        for block in reversed(held):
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+                self._idle[block] = None
+
+
+class ModelledPool:
+    """A pool that all engines share: blocks, the least recently used go first."""
+
+    def __init__(self, most_blocks: int) -> None:
+        self._most = most_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        for count, block in enumerate(blocks):
+            if block not in self._blocks:
+                return count
+        return len(blocks)
+
+    def put(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request on its way."""
+
+    request: TraceRequest
+    decode: ModelledEngine
+    prefill: ModelledEngine | None  # None: computed where it is decoded
+    expected_seconds: float = math.nan  # to the first token, if the policy said so
+    first_token: float = math.nan  # when
+    ended: float = math.nan  # when; nan: refused
+    refused: bool = False
+    cached_tokens: int = 0  # that were not computed
+    source: Source = "none"
+    held: dict[ModelledEngine, _Blocks] = field(default_factory=dict)
+    kept: bool = False  # its computed prompt waits for room on the engine that decodes it
+    left: int = 0  # tokens to compute, once it is admitted
+    queued_work: float = 0.0  # in its engine's `waiting_work`
+
+    @property
+    def computed_on(self) -> ModelledEngine:
+        return self.prefill or self.decode
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """What a request holds of one engine's cache."""
+
+    named: list[int]
+    unnamed: int
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps under way that only decode."""
+
+    begun: float
+    seconds: float  # each
+    count: int
+
+
+class Gaps:
+    """Seconds between two tokens of a stream, as counts on a logarithmic scale."""
+
+    _PER_DECADE = 50
+    _LEAST = 1e-5
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float, count: int) -> None:
+        place = round(self._PER_DECADE * math.log10(max(seconds, self._LEAST) / self._LEAST))
+        self._counts[place] += count
+
+    def percentile(self, share: float) -> float:
+        """nan without gaps."""
+        wanted = share * self._counts.total()
+        for place in sorted(self._counts):
+            wanted -= self._counts[place]
+            if wanted <= 0:
+                return float(self._LEAST * 10 ** (place / self._PER_DECADE))
+        return math.nan
+
+
+class ModelledEngine:
+    """One engine. `ended` is called with each job that it ends or refuses."""
+
+    def __init__(
+        self,
+        name: str,
+        roles: frozenset[Role],
+        rates: EngineRates,
+        block_tokens: int,
+        cache: PrefixCache,
+        pool: ModelledPool | None,
+        clock: VirtualClock,
+        gaps: Gaps,
+        ended: Callable[[Job], None],
+    ) -> None:
+        self.name, self.roles = name, roles
+        self.cache = cache
+        self.assigned = 0  # jobs that decode here, or will
+        self._prefills = 0  # jobs that are computed here and decode elsewhere
+        self.busy_seconds = 0.0
+        self.computed_tokens = 0
+        self._rates, self._prefill = rates, rates.prefill_rate()
+        self._transfer = rates.copy_rate(rates.transfer)
+        self._load = rates.copy_rate(rates.pool) if pool and rates.pool else None
+        self._block_tokens, self._pool = block_tokens, pool
+        self._clock, self._gaps, self._ended = clock, gaps, ended
+        self._waiting: deque[Job] = deque()  # for blocks
+        self._computing: deque[Job] = deque()
+        self._loading = 0  # jobs whose prompts come from another engine or the pool
+        self._joining: list[Job] = []  # from the next step on, they run
+        self._running: list[tuple[int, int, Job]] = []  # heap: step at which it ends, tie, job
+        self._context_tokens = 0
+        self._step = 0  # so many are over
+        self._tie = 0
+        self._waiting_work = 0.0
+        self._chunk_begun: float | None = None  # while a step with a chunk is under way
+        self._chunk_work = 0.0
+        self._steps: _Steps | None = None
+        self._link_free = self._pool_free = 0.0  # when
+
+    @property
+    def load(self) -> int:
+        """Requests that this engine computes or decodes, or will."""
+        return self.assigned + self._prefills
+
+    def view(self) -> EngineView:
+        """What a router would know of it."""
+        work = self._waiting_work
+        if self._chunk_begun is not None:
+            done = (self._clock.now - self._chunk_begun) / self._prefill.token_seconds
+            work -= min(done, self._chunk_work)
+        running = len(self._running)
+        mean_context = self._context_tokens / running if running else 0
+        return EngineView(
+            name=self.name,
+            roles=self.roles,
+            up=True,
+            draining=False,
+            waiting_tokens=max(0, round(work)),
+            running=max(0, self.assigned - len(self._waiting)),
+            waiting=len(self._waiting),
+            cache_tokens=self.cache.most * self._block_tokens,
+            prefill=self._prefill,
+            step_seconds=self._step_seconds(running, self._context_tokens),
+            free_blocks=self.cache.free_share,
+            step_growth_seconds=self._step_seconds(1, mean_context) - self._step_seconds(0, 0),
+            receive=self._transfer,
+            pool=self._load,
+        )
+
+    def submit(self, job: Job) -> None:
+        """A prompt to compute here."""
+        request = job.request
+        self._prefills += job.prefill is not None
+        if self._needed(job) > self.cache.most:
+            self._refuse(job)
+            return
+        hit = self.cache.leading(request.blocks) * self._block_tokens
+        self._set_work(job, self._prefill.work(request.tokens - hit, hit))
+        self._waiting.append(job)
+        self._wake()
+
+    def receive(self, job: Job) -> None:
+        """A prompt that another engine has computed."""
+        if self._needed(job) > self.cache.most:
+            self._refuse(job)
+            return
+        self._waiting.append(job)
+        self._wake()
+
+    # Entering
+
+    def _needed(self, job: Job) -> int:
+        tokens = job.request.tokens
+        if self is job.decode:
+            tokens += job.request.output_tokens
+        return math.ceil(tokens / self._block_tokens)
+
+    def _refuse(self, job: Job) -> None:
+        job.refused = True
+        if self is job.prefill:
+            self._prefills -= 1
+        self._end(job)
+
+    def _wake(self) -> None:
+        """Begin a step, or let the steps under way end early."""
+        if self._steps is not None:
+            begun, each, count = self._steps.begun, self._steps.seconds, self._steps.count
+            over = math.ceil((self._clock.now - begun) / each - 1e-9)
+            if over < count and count > 1:  # of a single step, jobs may wait for their first token
+                self._plan_steps(_Steps(begun, each, over))
+        elif self._chunk_begun is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Between two steps."""
+        while self._waiting and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+        for job in self._joining:
+            self._run(job, job.request.output_tokens)
+        fresh, self._joining = len(self._joining), []
+        if self._computing:
+            self._begin_chunk(fresh)
+        elif self._running:
+            until = 1 if fresh else self._running[0][0] - self._step
+            context = self._context_tokens + len(self._running) * until / 2
+            each = self._step_seconds(len(self._running), context)
+            self._plan_steps(_Steps(self._clock.now, each, until), fresh)
+
+    def _admit(self, job: Job) -> bool:
+        """Give a job blocks, and begin what it needs. False: there is no room yet."""
+        busy = len(self._running) + len(self._joining) + len(self._computing) + self._loading
+        if busy >= self._rates.most_running:
+            return False
+        request = job.request
+        hit = self.cache.leading(request.blocks)
+        if not self.cache.take(request.blocks[:hit], self._needed(job) - hit):
+            return False
+        job.held[self] = _Blocks(list(request.blocks[:hit]), self._needed(job) - hit)
+        local = min(hit * self._block_tokens, request.tokens - 1)
+        if self is not job.computed_on:
+            job.kept = False
+            self._link_free = self._copied(
+                self._link_free, self._transfer, request.tokens - local, self._received, job
+            )
+            return True
+        job.cached_tokens, job.source = local, "local" if local else "none"
+        if self._pool is not None and self._load is not None:
+            stored = self._pool.leading(request.blocks) * self._block_tokens
+            stored = min(stored, request.tokens - 1)
+            load = self._load.seconds(stored - local)
+            saved = self._prefill.seconds(request.tokens - local, local)
+            saved -= self._prefill.seconds(request.tokens - stored, stored)
+            if stored > local and load < saved:
+                job.cached_tokens, job.source = stored, "pool"
+                self._set_work(job, self._prefill.work(request.tokens - stored, stored))
+                self._pool_free = self._copied(
+                    self._pool_free, self._load, stored - local, self._loaded, job
+                )
+                return True
+        self._compute(job)
+        return True
+
+    def _copied(
+        self, free: float, rate: Rate, tokens: int, then: Callable[[Job], None], job: Job
+    ) -> float:
+        """Plan a copy on a link that is free at some time. Returns when it is free again."""
+        self._loading += 1
+        end = max(free, self._clock.now) + rate.token_seconds * tokens
+        self._clock.at(end + rate.fixed_seconds, lambda: then(job))
+        return end
+
+    def _received(self, job: Job) -> None:
+        self._loading -= 1
+        self._name(job)
+        if job.prefill is not None:
+            job.prefill._let_go(job)
+        self._joining.append(job)
+        self._wake()
+
+    def _loaded(self, job: Job) -> None:
+        self._loading -= 1
+        self._compute(job)
+        self._wake()
+
+    def _compute(self, job: Job) -> None:
+        job.left = job.request.tokens - job.cached_tokens
+        self._set_work(job, self._prefill.work(job.left, job.cached_tokens))
+        self._computing.append(job)
+
+    # Steps
+
+    def _begin_chunk(self, fresh: int) -> None:
+        room = max(1, self._rates.chunk_tokens - len(self._running))
+        parts: list[tuple[Job, int]] = []
+        work = 0.0
+        for job in self._computing:
+            tokens = min(room, job.left)
+            work += self._prefill.work(tokens, job.request.tokens - job.left)
+            parts.append((job, tokens))
+            room -= tokens
+            if not room:
+                break
+        prefill = self._prefill.fixed_seconds + self._prefill.token_seconds * work
+        decode = self._step_seconds(len(self._running), self._context_tokens)
+        # One pass over the weights serves both.
+        seconds = decode + max(0.0, prefill - self._rates.step.fixed_seconds)
+        self._chunk_begun, self._chunk_work = self._clock.now, work
+        self._clock.at(self._clock.now + seconds, lambda: self._end_chunk(parts, seconds, fresh))
+
+    def _end_chunk(self, parts: list[tuple[Job, int]], seconds: float, fresh: int) -> None:
+        self._chunk_begun = None
+        self.busy_seconds += seconds
+        self._stepped(1, seconds, fresh)
+        for job, tokens in parts:
+            self.computed_tokens += tokens
+            done = job.request.tokens - job.left
+            self._set_work(job, job.queued_work - self._prefill.work(tokens, done))
+            job.left -= tokens
+            if job.left:
+                continue  # the last of the chunk
+            self._computing.popleft()
+            self._set_work(job, 0.0)
+            self._name(job)
+            if self._pool is not None:
+                self._pool.put(job.request.blocks)
+            if job.prefill is None:
+                job.first_token = self._clock.now
+                self._run(job, job.request.output_tokens - 1)
+            else:
+                self._prefills -= 1
+                if job.source == "local":
+                    job.source = "handover"
+                self._keep(job)
+        self._retire()
+        self._begin()
+
+    def _plan_steps(self, steps: _Steps, fresh: int = 0) -> None:
+        self._steps = steps
+
+        def over() -> None:
+            if self._steps is steps:
+                self._steps = None
+                self.busy_seconds += steps.seconds * steps.count
+                self._stepped(steps.count, steps.seconds, fresh)
+                self._retire()
+                self._begin()
+
+        self._clock.at(steps.begun + steps.seconds * steps.count, over)
+
+    def _stepped(self, count: int, seconds: float, fresh: int) -> None:
+        """So many steps are over. `fresh` jobs got their first token in the first of them."""
+        running = len(self._running)
+        self._step += count
+        self._context_tokens += count * running
+        if count and running:
+            self._gaps.add(seconds, count * running - fresh)
+            for _, _, job in self._running if fresh else ():
+                if math.isnan(job.first_token):
+                    job.first_token = self._clock.now
+
+    def _run(self, job: Job, tokens: int) -> None:
+        self._tie += 1
+        heapq.heappush(self._running, (self._step + tokens, self._tie, job))
+        self._context_tokens += job.request.tokens
+
+    def _retire(self) -> None:
+        while self._running and self._running[0][0] <= self._step:
+            _, _, job = heapq.heappop(self._running)
+            made = job.request.output_tokens - (1 if job.prefill is None else 0)
+            self._context_tokens -= job.request.tokens + made
+            self._end(job)
+
+    def _step_seconds(self, running: int, context_tokens: float) -> float:
+        cost = self._rates.step
+        seconds = cost.fixed_seconds + cost.request_seconds * running
+        return seconds + cost.context_token_seconds * context_tokens
+
+    # Leaving
+
+    def _keep(self, job: Job) -> None:
+        """Keep a computed prompt until the engine that decodes it has room, or gives up."""
+        job.kept = True
+
+        def expire() -> None:
+            if job.kept:
+                job.kept = False
+                job.prefill, job.source, job.cached_tokens = None, "none", 0
+                self._let_go(job)
+
+        self._clock.at(self._clock.now + HOLD_SECONDS, expire)
+        job.decode.receive(job)
+
+    def _name(self, job: Job) -> None:
+        """A job's prompt is in this engine's cache."""
+        held = job.held[self]
+        named = self.cache.name(job.request.blocks[len(held.named) :])
+        held.named += named
+        held.unnamed -= len(named)
+
+    def _let_go(self, job: Job) -> None:
+        held = job.held.pop(self, None)
+        if held is not None:
+            self.cache.release(held.named, held.unnamed)
+            self._wake()
+
+    def _end(self, job: Job) -> None:
+        self._set_work(job, 0.0)
+        job.ended = math.nan if job.refused else self._clock.now
+        for engine in list(job.held):
+            held = job.held.pop(engine)
+            engine.cache.release(held.named, held.unnamed)
+            if engine is not self:
+                engine._wake()
+        job.decode.assigned -= 1
+        self._ended(job)
+
+    def _set_work(self, job: Job, work: float) -> None:
+        self._waiting_work += work - job.queued_work
+        job.queued_work = work

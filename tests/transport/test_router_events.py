@@ -1,0 +1,521 @@
+"""Events over real sockets: gaps, replays, restarts, resets, and what no engine would send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvferry.errors import DescriptionError
+from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.events import EventSource, EventStream, EventStreams, decode
+from kvferry.router.cache.index import CacheIndex, Cleared, IndexStats, Removed, Stored
+from waiting import PATIENCE_SECONDS
+
+BLOCK = 4
+URL = "http://engine:8000"
+
+
+class Publisher:
+    """vLLM's publisher, as far as a subscriber sees it, with faults that a test asks for."""
+
+    def __init__(self, ports: tuple[int, int] = (0, 0), remembers: int = 10_000) -> None:
+        self._context = zmq.asyncio.Context()
+        self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        try:
+            self.ports = (self._bind(self._pub, ports[0]), self._bind(self._router, ports[1]))
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self.remembers = remembers
+        self.number = 0  # of the next batch
+        self.asked: list[int] = []
+        self.drop_in_replays: set[int] = set()  # once
+        self.silent = False
+        self._sent: list[tuple[int, bytes]] = []
+        self._task = asyncio.create_task(self._answer())
+
+    def _bind(self, socket: zmq.asyncio.Socket, port: int) -> int:
+        socket.setsockopt(zmq.LINGER, 0)
+        if port == 0:
+            return socket.bind_to_random_port("tcp://127.0.0.1")
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        return port
+
+    @property
+    def source(self) -> EventSource:
+        events, replay = (f"tcp://127.0.0.1:{port}" for port in self.ports)
+        return EventSource(events, replay)
+
+    async def publish(self, *events: Any, lose: bool = False) -> None:
+        await self.publish_bytes(msgspec.msgpack.encode([1.5, list(events), 0]), lose=lose)
+
+    async def publish_bytes(self, payload: bytes, *, lose: bool = False) -> None:
+        number = self.number
+        self.number += 1
+        self._sent.append((number, payload))
+        del self._sent[: -self.remembers]
+        if not lose:
+            await self.send(b"", number.to_bytes(8, "big"), payload)
+
+    async def send(self, *frames: bytes) -> None:
+        await self._pub.send_multipart(frames)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._context.destroy(linger=0)
+
+    async def _answer(self) -> None:
+        while True:
+            client, _, start = await self._router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            if self.silent:
+                continue
+            for number, payload in list(self._sent):
+                if number in self.drop_in_replays:
+                    self.drop_in_replays.remove(number)
+                elif number >= self.asked[-1]:
+                    told = [client, b"", b"", number.to_bytes(8, "big"), payload]
+                    await self._router.send_multipart(told)
+            await self._router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+
+
+class World:
+    """An index with one stream, before one publisher at a time."""
+
+    def __init__(self) -> None:
+        self.index = CacheIndex()
+        self.publisher = Publisher()
+        self.stream: EventStream
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, *, replay: bool = True) -> None:
+        source = self.publisher.source
+        self.stream = EventStream(
+            self.index,
+            self.index.part(URL),
+            source if replay else EventSource(source.events),
+            answer_seconds=0.5,
+            retry_seconds=0.05,
+        )
+        self._task = asyncio.create_task(self.stream.run())
+
+    async def restart(self, **options: Any) -> None:
+        """The engine's process is another one; its ports are the same."""
+        ports = self.publisher.ports
+        await self.publisher.close()
+        self.publisher = Publisher(ports, **options)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self.publisher.close()
+
+    @property
+    def stats(self) -> IndexStats:
+        return self.index.stats()[URL]
+
+    def held(self, seed: int) -> int:
+        chain = PromptChain(Namespace(), [*tokens_of(seed), 1])
+        return max((h.tokens for h in self.index.holdings(chain)), default=0)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """The condition holds, and no replay is under way."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while self.stats.state == "replaying" or not condition():
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise AssertionError(f"it did not happen; {self.stats}") from None
+
+    async def connected(self) -> None:
+        """Batches that are published from now on arrive."""
+        before = self.stats.garbage
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while self.stats.garbage == before:
+                await self.publisher.send(b"no batch")
+                await asyncio.sleep(0.01)
+
+
+def in_a_world(test: Callable[[World], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        async def inside() -> None:
+            async with world() as made:
+                await test(made)
+
+        asyncio.run(inside())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    made = World()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def tokens_of(seed: int, blocks: int = 3) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(1000) for _ in range(blocks * BLOCK)]
+
+
+def stored(seed: int, blocks: int = 3) -> Stored:
+    hashes = [seed * 100 + n for n in range(blocks)]
+    return Stored(hashes, None, tokens_of(seed, blocks), BLOCK, medium="GPU", group_idx=0)
+
+
+def removed(seed: int, block: int) -> Removed:
+    return Removed([seed * 100 + block], "GPU", 0)
+
+
+@in_a_world
+async def test_a_stream_from_the_first_batch_on(w: World) -> None:
+    w.follow()
+    await w.until(lambda: w.stats.state == "live")
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.publisher.publish(stored(2), removed(1, 1))
+    await w.until(lambda: w.held(2) == 12)
+    assert (w.held(1), w.stats.state, w.stats.lost_events, w.stats.restarts) == (4, "live", 0, 0)
+    await w.publisher.publish(Cleared())
+    await w.until(lambda: w.held(2) == 0)
+    assert (w.stats.resets, w.stats.blocks, w.stats.state) == (1, 0, "live")
+
+
+@in_a_world
+async def test_a_router_that_comes_later_learns_everything(w: World) -> None:
+    for seed in range(50):
+        await w.publisher.publish(stored(seed))
+    w.follow()
+    await w.until(lambda: w.stats.state == "live")
+    assert all(w.held(seed) == 12 for seed in range(50))
+    assert w.stats.events == 50
+
+
+@in_a_world
+async def test_a_router_that_comes_too_late_knows_what_it_does_not_know(w: World) -> None:
+    w.publisher.remembers = 10
+    for seed in range(50):
+        await w.publisher.publish(stored(seed))
+    w.follow()
+    await w.until(lambda: w.held(49) == 12)
+    await w.until(lambda: w.stats.state == "lost")
+    assert [w.held(seed) for seed in (39, 40)] == [0, 12]
+    await w.connected()
+    await w.publisher.publish(Cleared())
+    await w.until(lambda: w.stats.state == "live")
+    assert w.held(49) == 0
+
+
+@in_a_world
+async def test_a_gap_is_filled_in_order(w: World) -> None:
+    w.follow()
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.until(lambda: w.held(1) == 12)
+    replays = w.stats.replays
+    await w.publisher.publish(removed(1, 0), lose=True)
+    await w.publisher.publish(stored(2), lose=True)
+    await w.publisher.publish(stored(3))
+    await w.until(lambda: w.held(3) == 12)
+    assert (w.held(1), w.held(2), w.stats.state, w.stats.lost_events) == (0, 12, "live", 0)
+    assert w.stats.replays > replays and w.stats.events == 4
+    assert w.publisher.asked[-1] == 0  # the last that was known
+
+
+@in_a_world
+async def test_batches_that_a_replay_drops_are_asked_for_again(w: World) -> None:
+    for seed in range(20):
+        await w.publisher.publish(stored(seed))
+    w.publisher.drop_in_replays = {7, 15}
+    w.follow()
+    await w.until(lambda: w.stats.state == "live")
+    assert all(w.held(seed) == 12 for seed in range(20))
+    assert w.publisher.asked[:2] == [0, 6] and w.stats.events == 20
+
+
+@in_a_world
+async def test_a_gap_that_the_replay_cannot_fill_empties_the_view(w: World) -> None:
+    w.follow()
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.until(lambda: w.held(1) == 12)
+    w.publisher.remembers = 2
+    for seed in range(2, 9):
+        await w.publisher.publish(stored(seed), lose=True)
+    await w.publisher.publish(stored(9))
+    await w.until(lambda: w.held(9) == 12)
+    assert w.held(1) == w.held(2) == 0
+    assert (w.held(8), w.stats.state) == (12, "lost")  # the replay still had this one
+    assert w.stats.lost_events == 6
+
+
+@in_a_world
+async def test_a_silent_replay_is_asked_again(w: World) -> None:
+    w.follow()
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
+    w.publisher.silent = True
+    await w.publisher.publish(stored(2), lose=True)
+    await w.publisher.publish(stored(3))
+    await w.until(lambda: w.stats.state == "lost")
+    assert w.held(1) == 0
+    await w.publisher.publish(stored(4))
+    await w.until(lambda: w.held(4) == 12)  # better than nothing, for the time being
+    w.publisher.silent = False
+    await w.until(lambda: w.stats.state == "live")
+    assert all(w.held(seed) == 12 for seed in (1, 2, 3, 4))
+
+
+@in_a_world
+async def test_without_a_replay_a_gap_empties_the_view(w: World) -> None:
+    w.follow(replay=False)
+    assert w.stats.state == "estimated"
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.until(lambda: w.held(1) == 12)
+    assert w.stats.state == "live"
+    await w.publisher.publish(stored(2), lose=True)
+    await w.publisher.publish(stored(3))
+    await w.until(lambda: w.held(3) == 12)
+    assert (w.held(1), w.stats.state, w.stats.lost_events, w.stats.replays) == (0, "lost", 1, 0)
+
+
+@in_a_world
+async def test_without_a_replay_a_later_start_is_no_whole_view(w: World) -> None:
+    await w.publisher.publish(stored(1))
+    w.follow(replay=False)
+    await w.connected()
+    await w.publisher.publish(stored(2))
+    await w.until(lambda: w.held(2) == 12)
+    assert w.stats.state == "lost"
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_restart_is_noticed_when_the_engine_is_back(replay: bool) -> None:
+    """Also of an engine that has nothing to tell yet."""
+
+    async def inside() -> None:
+        async with world() as w:
+            w.follow(replay=replay)
+            await w.connected()
+            for seed in range(3):
+                await w.publisher.publish(stored(seed))
+            await w.until(lambda: w.held(2) == 12)
+            await w.restart()
+            await w.until(lambda: w.stats.blocks == 0)
+            assert w.stats.state == ("live" if replay else "lost")
+            assert w.stats.restarts == int(replay)
+            await w.connected()
+            await w.publisher.publish(stored(7))
+            await w.until(lambda: w.held(7) == 12)
+            assert w.held(0) == 0 and w.stats.state == "live"
+
+    asyncio.run(inside())
+
+
+@in_a_world
+async def test_a_restart_is_noticed_at_the_same_number(w: World) -> None:
+    """The next batch of another process has just the number that is expected."""
+    w.follow()
+    await w.connected()
+    for seed in range(3):
+        await w.publisher.publish(stored(seed))
+    await w.until(lambda: w.held(2) == 12)
+    await w.restart()
+    for seed in range(10, 13):
+        await w.publisher.publish(stored(seed), lose=True)
+    await w.until(lambda: w.held(10) == 12)
+    await w.connected()
+    await w.publisher.publish(stored(13))
+    await w.until(lambda: w.held(13) == 12)
+    assert [w.held(seed) for seed in (0, 1, 2, 11, 12)] == [0, 0, 0, 12, 12]
+    assert (w.stats.restarts, w.stats.state) == (1, "live")
+
+
+@in_a_world
+async def test_numbers_that_begin_again_on_one_connection(w: World) -> None:
+    """Such as through a proxy, which hides the connection's end."""
+    w.follow(replay=False)
+    await w.connected()
+    for seed in range(3):
+        await w.publisher.publish(stored(seed))
+    await w.until(lambda: w.held(2) == 12)
+    w.publisher.number = 0
+    await w.publisher.publish(stored(9))
+    await w.until(lambda: w.held(9) == 12)
+    assert (w.held(2), w.stats.restarts, w.stats.state) == (0, 1, "live")
+
+
+@in_a_world
+async def test_whoever_sees_a_restart_may_say_so(w: World) -> None:
+    w.follow()
+    await w.connected()
+    await w.publisher.publish(stored(1))
+    await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
+    w.stream.restarted()
+    assert w.held(1) == 0 and w.stats.blocks == 0
+    await w.until(lambda: w.held(1) == 12)  # it was no restart: the replay has everything
+    assert w.stats.state == "live"
+
+
+@in_a_world
+async def test_garbage_is_counted_and_skipped(w: World) -> None:
+    w.follow()
+    await w.connected()
+    before = w.stats.garbage
+    await w.publisher.send(b"")
+    await w.publisher.send(b"", b"\x00" * 7, b"")
+    await w.publisher.send(b"", b"\x00" * 8, b"", b"")
+    await w.publisher.publish(stored(1), {"type": "BlockMoved", "to": 7}, stored(2), 5, [], None)
+    await w.until(lambda: w.held(2) == 12)
+    assert (w.held(1), w.stats.state) == (12, "live")
+    assert w.stats.garbage == before + 3 + 4
+    # a batch that cannot be read may have been a removal
+    await w.publisher.publish_bytes(b"\xc1 no msgpack")
+    await w.until(lambda: w.stats.state == "lost")
+    assert w.held(1) == 0 and w.stats.lost_events == 1
+    await w.publisher.publish(stored(3))
+    await w.until(lambda: w.held(3) == 12)
+
+
+@in_a_world
+async def test_random_bytes_do_not_end_a_stream(w: World) -> None:
+    w.follow()
+    await w.connected()
+    source = random.Random(5)
+    for _ in range(300):
+        kind = source.random()
+        noise = source.randbytes(source.randrange(40))
+        if kind < 0.4:
+            await w.publisher.publish_bytes(noise, lose=source.random() < 0.2)
+        elif kind < 0.7:
+            await w.publisher.send(*[noise] * source.randrange(1, 5))
+        else:
+            good = msgspec.msgpack.encode([1.5, [stored(source.randrange(50))], 0])
+            at = source.randrange(len(good))
+            await w.publisher.publish_bytes(good[:at] + noise[:2] + good[at + 2 :])
+    await w.publisher.publish(Cleared())
+    await w.publisher.publish(stored(77))
+    await w.until(lambda: w.held(77) == 12)
+    assert w.stats.state == "live"
+
+
+@in_a_world
+async def test_an_engine_that_starts_later(w: World) -> None:
+    ports = w.publisher.ports
+    await w.publisher.close()
+    w.follow()
+    await asyncio.sleep(0.3)
+    assert w.stats.state == "estimated"
+    w.publisher = Publisher(ports)
+    await w.publisher.publish(stored(1), lose=True)
+    await w.until(lambda: w.held(1) == 12)
+    assert w.stats.state == "live"
+
+
+@in_a_world
+async def test_a_long_replay_leaves_time_for_requests(w: World) -> None:
+    for seed in range(400):
+        await w.publisher.publish(stored(seed, blocks=100))
+    w.follow()
+    seen = set()
+    while w.stats.state != "live":
+        seen.add(w.stats.blocks)
+        await asyncio.sleep(0)
+    assert w.stats.blocks == 40_000
+    assert len(seen) > 200  # others had their turn between batches
+
+
+def test_ranks_publish_at_the_next_ports() -> None:
+    async def inside() -> None:
+        index = CacheIndex()
+        publishers = [Publisher()]
+        source = publishers[0].source
+        events, replay = publishers[0].ports
+        try:
+            publishers.append(Publisher((events + 1, replay + 1)))
+        except zmq.ZMQError:
+            await publishers[0].close()
+            pytest.skip("the next ports are taken")
+        both = EventSource(source.events, source.replay, ranks=2)
+        await publishers[0].publish(stored(1))
+        await publishers[1].publish(stored(2))
+        streams = EventStreams(index, URL, both)
+        task = asyncio.create_task(streams.run())
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while index.stats()[URL].blocks < 6 or index.stats()[URL].state != "live":
+                    await asyncio.sleep(0.01)
+            streams.restarted()
+            assert index.stats()[URL].blocks == 0
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            for publisher in publishers:
+                await publisher.close()
+
+    asyncio.run(inside())
+
+
+def test_older_engines_send_arrays() -> None:
+    event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, None, 0, FULL, None]
+    gone = ["BlockRemoved", [b"\x01" * 32], "CPU"]
+    payload = msgspec.msgpack.encode(
+        [1.5, [event, gone, ["AllBlocksCleared"], ["New", 1]], 3, "new"]
+    )
+    batch = decode(payload)
+    assert batch is not None and batch.unreadable == 1
+    first, second, third = batch.events
+    assert isinstance(first, Stored) and first.block_hashes == [1, 2]
+    assert (first.group_idx, first.kv_cache_spec_kind, first.medium) == (0, FULL, "GPU")
+    assert isinstance(second, Removed) and second.block_hashes == [b"\x01" * 32]
+    assert isinstance(third, Cleared)
+    # fields that a newer version adds at the end
+    event.append(["more"])
+    longer = decode(msgspec.msgpack.encode([1.5, [[*event, 1, 2, 3]]]))
+    assert longer is None or longer.unreadable == 1  # its locality is no text
+    event[-1] = "LOCAL"
+    longer = decode(msgspec.msgpack.encode([1.5, [[*event, 1, 2, 3]]]))
+    assert longer is not None and longer.unreadable == 0
+
+
+FULL = "full_attention"
+
+
+def test_addresses_that_cannot_be() -> None:
+    source = EventSource.read("tcp://[::1]:5557,replay=tcp://h:5558,topic=kv,ranks=2")
+    assert source == EventSource("tcp://[::1]:5557", "tcp://h:5558", "kv", 2)
+    assert source.of_rank(1) == EventSource("tcp://[::1]:5558", "tcp://h:5559", "kv")
+    assert EventSource.read("ipc:///run/engine").replay is None
+    for text, why in {
+        "tcp://*:5557": "name the host",
+        "tcp://host": "tcp://host:port",
+        "http://host:5557": "tcp://host:port",
+        "tcp://host:99999": "tcp://host:port",
+        "ipc://": "ipc://path",
+        "tcp://host:1,replay=x": "tcp://host:port",
+        "tcp://host:1,speed=2": "no option",
+        "tcp://host:1,ranks=two": "whole number",
+        "tcp://host:1,ranks=0": "from 1",
+        "ipc:///run/engine,ranks=2": "tcp://, not",
+    }.items():
+        with pytest.raises(DescriptionError, match=why):
+            EventSource.read(text)

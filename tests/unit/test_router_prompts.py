@@ -1,0 +1,328 @@
+"""A request's tokens, from engines that speak the little that is needed, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from kvferry.errors import DescriptionError
+from kvferry.router.cache import prompts as prompts_module
+from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, Prompts
+from waiting import PATIENCE_SECONDS
+
+USUAL = Namespace()
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@dataclass
+class Engine:
+    """Tokens are the letters of a prompt. `script`: answers to the next questions, by status."""
+
+    url: str = ""
+    ways: tuple[str, ...] = ("render", "tokenize")
+    script: list[int | bytes] = field(default_factory=list)
+    hang: bool = False
+    models: list[dict[str, Any]] = field(
+        default_factory=lambda: [{"id": "base"}, {"id": "poet", "parent": "base"}]
+    )
+    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        path = scope["path"]
+        body = json.loads(raw) if raw else {}
+        self.seen.append((path, body))
+        self.keys.append(dict(scope["headers"]).get(b"authorization", b"").decode())
+        if self.hang:
+            await asyncio.sleep(60)
+        if self.script and path != "/v1/models":
+            given = self.script.pop(0)
+            status, answer = (given, b"{}") if isinstance(given, int) else (200, given)
+        else:
+            found = self.answer(path, body)
+            status, answer = (404, b"{}") if found is None else (200, found)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": answer})
+
+    def answer(self, path: str, body: dict[str, Any]) -> bytes | None:
+        if path == "/v1/models":
+            return json.dumps({"object": "list", "data": self.models}).encode()
+        text = body.get("prompt") or "".join(m["content"] for m in body.get("messages", ()))
+        letters = [ord(letter) for letter in text]
+        if path == f"{CHAT}/render" and "render" in self.ways:
+            return json.dumps({"request_id": "r", "token_ids": letters}).encode()
+        if path == f"{COMPLETION}/render" and "render" in self.ways:
+            return json.dumps([{"request_id": "r", "token_ids": letters}]).encode()
+        if path == "/tokenize" and "tokenize" in self.ways:
+            return json.dumps({"count": len(letters), "tokens": letters}).encode()
+        return None
+
+    def asked(self, path: str) -> int:
+        return sum(seen == path for seen, _ in self.seen)
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+    config = uvicorn.Config(engine, log_config=None, ws="none", lifespan="off", port=0)
+    server = uvicorn.Server(config)
+    server.config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    engine.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            yield client
+    finally:
+        server.force_exit = True
+        await server.shutdown()
+
+
+def with_engine(
+    test: Callable[[Engine, Prompts], Awaitable[None]],
+) -> Callable[[], None]:
+    def run() -> None:
+        async def inside() -> None:
+            engine = Engine()
+            async with serving(engine) as client:
+                prompts = Prompts(client, seconds=PATIENCE_SECONDS)
+                try:
+                    await test(engine, prompts)
+                finally:
+                    await prompts.close()
+
+        asyncio.run(inside())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def ask(
+    prompts: Prompts, engine: Engine, path: str = COMPLETION, key: bytes = b"", **body: Any
+) -> PromptChain | None:
+    headers = [(b"Authorization", key)] if key else []
+    return await prompts.chain(engine.url, path, json.dumps(body).encode(), headers)
+
+
+def same(chain: PromptChain | None, text: str, namespace: Namespace = USUAL) -> bool:
+    wanted = PromptChain(namespace, [ord(letter) for letter in text])
+    return (
+        chain is not None
+        and chain.tokens == wanted.tokens
+        and chain.digests(2) == wanted.digests(2)
+    )
+
+
+@with_engine
+async def test_texts_and_chats_are_rendered_by_the_engine(engine: Engine, prompts: Prompts) -> None:
+    assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
+    assert same(await ask(prompts, engine, CHAT, key=b"k1", messages=HELLO, tools=[]), "hello")
+    assert engine.seen[-1] == (f"{CHAT}/render", {"messages": HELLO, "tools": []})
+    assert engine.keys[-1] == "k1"
+    assert prompts.counts["asked"] == 2 and engine.asked("/v1/models") == 1
+
+
+@with_engine
+async def test_an_engine_that_does_not_render_tokenizes(engine: Engine, prompts: Prompts) -> None:
+    engine.ways = ("tokenize",)
+    assert same(await ask(prompts, engine, prompt="hello", max_tokens=4), "hello")
+    assert engine.seen[-1] == ("/tokenize", {"prompt": "hello"})
+    chat = {"messages": HELLO, "reasoning_effort": "low", "temperature": 1}
+    chain = await ask(prompts, engine, CHAT, chat_template_kwargs={"x": 1}, **chat)
+    assert same(chain, "hello")
+    values = {"reasoning_effort": "low", "enable_thinking": True, "x": 1}
+    body = {"messages": HELLO, "chat_template_kwargs": values}
+    assert engine.seen[-1] == ("/tokenize", body)
+    assert engine.asked(f"{COMPLETION}/render") == 1 and engine.asked(f"{CHAT}/render") == 0
+    # /tokenize would not cut it
+    assert await ask(prompts, engine, prompt="hello", truncate_prompt_tokens=2) is None
+    engine.ways = ()
+    prompts.forget(engine.url)
+    for text in ("a", "b", "c"):
+        assert await ask(prompts, engine, prompt=text) is None
+    assert engine.asked("/tokenize") == 3  # once more since then
+    # vLLM's word for "not switched on"
+    engine.ways = ("tokenize",)
+    prompts.forget(engine.url)
+    engine.script = [403]
+    assert same(await ask(prompts, engine, prompt="d"), "d")
+
+
+@with_engine
+async def test_token_ids_need_no_engine_but_its_models(engine: Engine, prompts: Prompts) -> None:
+    letters = [ord(letter) for letter in "hello"]
+    assert same(await ask(prompts, engine, prompt=letters), "hello")
+    assert same(await ask(prompts, engine, prompt=letters), "hello")
+    assert [path for path, _ in engine.seen] == ["/v1/models"]
+    assert (prompts.counts["ids"], prompts.counts["remembered"]) == (1, 1)
+    assert await ask(prompts, engine, prompt=[1, -5]) is None
+
+
+@with_engine
+async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompts) -> None:
+    poet = await ask(prompts, engine, prompt="hello", model="poet")
+    assert same(poet, "hello", Namespace(lora="poet"))
+    salted = await ask(prompts, engine, prompt="hello", model="base", cache_salt="s")
+    assert same(salted, "hello", Namespace(salt="s"))
+    assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
+    # an adapter that is loaded later; looking for it has its limits
+    assert await ask(prompts, engine, prompt="hello", model="new") is None
+    engine.models.append({"id": "new", "parent": "base"})
+    assert await ask(prompts, engine, prompt="hello", model="new") is None
+    assert engine.asked("/v1/models") == 1
+    prompts.forget(engine.url)
+    new = await ask(prompts, engine, prompt="hello", model="new")
+    assert same(new, "hello", Namespace(lora="new")) and engine.asked("/v1/models") == 2
+
+
+def test_models_are_namespaces_where_there_are_several() -> None:
+    async def inside() -> None:
+        engine = Engine()
+        async with serving(engine) as client:
+            prompts = Prompts(client, by_model=True)
+            for model, lora in (("base", ""), ("poet", "poet")):
+                chain = await ask(prompts, engine, prompt="hello", model=model)
+                assert same(chain, "hello", Namespace("base", lora))
+            await prompts.close()
+
+    asyncio.run(inside())
+
+
+@with_engine
+async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: Prompts) -> None:
+    chains = await asyncio.gather(
+        *(ask(prompts, engine, prompt="hello", temperature=n) for n in range(20))
+    )
+    assert all(same(chain, "hello") for chain in chains)
+    assert same(await ask(prompts, engine, prompt="hello", stream=True), "hello")
+    assert engine.asked(f"{COMPLETION}/render") == 1
+    assert (prompts.counts["shared"], prompts.counts["remembered"]) == (19, 1)
+    await ask(prompts, engine, prompt="hello", add_special_tokens=False)
+    assert engine.asked(f"{COMPLETION}/render") == 2
+
+
+@with_engine
+async def test_a_client_that_leaves_takes_nothing_from_others(
+    engine: Engine, prompts: Prompts
+) -> None:
+    first = asyncio.create_task(ask(prompts, engine, prompt="hello"))
+    second = asyncio.create_task(ask(prompts, engine, prompt="hello"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    assert same(await second, "hello")
+    assert engine.asked(f"{COMPLETION}/render") == 1
+
+
+@with_engine
+async def test_what_cannot_be_told_is_left(engine: Engine, prompts: Prompts) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": [image]}]}),
+        (CHAT, {"prompt": "x"}),
+        (CHAT, {"messages": 5}),
+        (COMPLETION, {"prompt": ["a", "b"]}),
+        (COMPLETION, {"prompt": [[1], [2]]}),
+        (COMPLETION, {"prompt": []}),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": "b"}),
+        (COMPLETION, {"prompt": [1, 2], "truncate_prompt_tokens": 1}),
+        (COMPLETION, {"prompt": "a", "model": 7}),
+        (COMPLETION, {}),
+        ("/v1/embeddings", {"prompt": "a"}),
+    ):
+        assert await ask(prompts, engine, path, **body) is None, body
+    for body in (b"", b"[]", b"[" * 5000):
+        assert await prompts.chain(engine.url, COMPLETION, body, []) is None
+    assert not engine.seen and prompts.counts["unsupported"] == 14
+    text = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    engine.script = [b'{"token_ids": [1, 2]}']
+    assert await ask(prompts, engine, CHAT, messages=text) is not None
+
+
+@with_engine
+async def test_an_engine_that_fails_is_left_alone_for_a_while(
+    engine: Engine, prompts: Prompts
+) -> None:
+    broken: list[int | bytes] = [500, b"no JSON", b'{"token_ids": "x"}']
+    engine.script = list(broken)
+    for text in "abcd":
+        assert await ask(prompts, engine, prompt=text) is None
+    assert prompts.counts["failed"] == 4 and engine.asked(f"{COMPLETION}/render") == 3
+    prompts.forget(engine.url)
+    assert same(await ask(prompts, engine, prompt="hello"), "hello")
+    # what a client does wrong is no failure of the engine
+    engine.script = [400, 401, 413, 422, 400]
+    for text in "efghi":
+        assert await ask(prompts, engine, prompt=text) is None
+    assert same(await ask(prompts, engine, prompt="j"), "j")
+
+
+def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
+    async def inside() -> None:
+        engine = Engine(hang=True)
+        loop = asyncio.get_running_loop()
+        async with serving(engine) as client:
+            prompts = Prompts(client, seconds=0.2, most_asked=2)
+            begun = loop.time()
+            chains = await asyncio.gather(*(ask(prompts, engine, prompt=text) for text in "abcd"))
+            assert chains == [None] * 4 and loop.time() - begun < PATIENCE_SECONDS / 3
+            assert prompts.counts["busy"] == 2
+            await prompts.close()
+        prompts = Prompts(client := httpx.AsyncClient(trust_env=False), seconds=5)
+        for text in "abcd":
+            assert await ask(prompts, engine, prompt=text) is None
+        assert prompts.counts["failed"] == 4
+        await prompts.close()
+        await client.aclose()
+
+    asyncio.run(inside())
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    async def inside() -> None:
+        engine = Engine()
+        async with serving(engine) as client:
+            prompts = Prompts(client, seconds=PATIENCE_SECONDS, most_tokens=3000)
+            for n in range(30):
+                assert await ask(prompts, engine, prompt=f"{n:100}") is not None
+                assert await ask(prompts, engine, prompt=f"{0:100}") is not None
+            assert len(prompts._known) == 3000 // 356
+            assert prompts.counts["remembered"] == 30 and prompts._known_tokens <= 3000
+            # one that is too large is not remembered, and leaves no trace
+            assert await ask(prompts, engine, prompt="x" * 5000) is not None
+            assert prompts._known_tokens == 0 == len(prompts._known)
+            await prompts.close()
+
+    asyncio.run(inside())
+
+
+def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "_MOST_ANSWER_BYTES", 1000)
+
+    async def inside() -> None:
+        engine = Engine()
+        async with serving(engine) as client:
+            prompts = Prompts(client, seconds=PATIENCE_SECONDS)
+            assert await ask(prompts, engine, prompt="x" * 100) is not None
+            assert await ask(prompts, engine, prompt="x" * 500) is None
+            assert prompts.counts["failed"] == 1
+            await prompts.close()
+
+    asyncio.run(inside())
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Any) -> None:
+    with pytest.raises(DescriptionError, match=r"needs the package transformers|is not there"):
+        LocalTokenizer(tmp_path / "nothing")
