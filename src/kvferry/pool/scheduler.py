@@ -563,8 +563,8 @@ SOON_SECONDS = 0.2
 
 
 class SaveRate:
-    """Blocks that a rank can save in a time: the best of the last jobs, as jobs may have to wait for
-    the interpreter. A store that ends none has no rate."""
+    """Blocks that a rank can save in a time: the best of the last jobs, as jobs may have to wait
+    for the interpreter. A store that ends none has no rate."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=8)
