@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.pool.mooncake import lists, parts_of
+from kvferry.pool.scheduler import SaveRate
 from kvferry.pool.store import Slices
 
 
@@ -53,3 +54,18 @@ def test_lists() -> None:
     shared, other = np.arange(3), np.arange(3) + 7
     for arrays in ([shared] * 4, [shared, other], [shared, other[:2]], [other[:0], other[:0]]):
         assert lists(arrays) == [array.tolist() for array in arrays]
+
+
+def test_what_a_store_saves_soon() -> None:
+    """A fast store's saves are not held back; of one that hangs, or knew all blocks, nothing is
+    known."""
+    rate = SaveRate()
+    assert rate.blocks_in(1.0) == 0
+    rate.add(0, 0.001)
+    assert rate.blocks_in(1.0) == 0
+    rate.add(500, 0.25)
+    rate.add(500, 0.1)  # waited for less
+    assert rate.blocks_in(0.2) == 1000
+    for _ in range(8):
+        rate.add(10, 1.0)  # the store has become slow
+    assert rate.blocks_in(0.2) == 2

@@ -43,8 +43,9 @@ class Saved:
 
     job_id: int
     failed: tuple[tuple[int, int], ...] = ()  # blocks not stored, as (table, number)
-    # that it took, without the step that computed the blocks
+    # that it took, without the step that computed the blocks; and how many it put in the store
     seconds: float = field(default=0.0, compare=False)
+    put: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,7 @@ class Saver:
         self._most = (pace or Pace()).save_objects
         self._ended = ended or threading.Event()
         self._started = self._reported = 0  # jobs
+        self._put = 0  # blocks of the job at hand
         self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -310,7 +311,8 @@ class Saver:
 
     def _end(self, order: SaveOrder, failed: set[tuple[int, int]], seconds: float = 0.0) -> None:
         """Report the job, with the blocks that were not saved."""
-        self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds))
+        put, self._put = self._put, 0
+        self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds, put))
         self._ended.set()
 
     def _pause(self) -> None:
@@ -380,6 +382,7 @@ class Saver:
                 }
             object_bytes = scope.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", counts[Outcome.DONE] * object_bytes)
+            self._put += counts[Outcome.DONE]
             if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
                 self._pause()  # the rest would fail too
                 left = new[start + self._most :]

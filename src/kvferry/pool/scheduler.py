@@ -376,7 +376,7 @@ class PoolScheduler:
                 continue
             job.failed.update(report.failed)
             if not report.failed:
-                self._save_rate.add(job.blocks, report.seconds)
+                self._save_rate.add(report.put, report.seconds)
             if self._saving.release(report.job_id):
                 over.append(self._jobs.pop(report.job_id))
         return over
@@ -556,10 +556,6 @@ class SaveJob:
     tag: Any  # the caller's
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
 
-    @property
-    def blocks(self) -> int:
-        return sum(len(table.numbers) for table in self.tables)
-
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
 # has its blocks in any case.
@@ -567,18 +563,19 @@ SOON_SECONDS = 0.2
 
 
 class SaveRate:
-    """Blocks that ranks save in a time, by the last jobs. A store that ends none has no rate."""
+    """Blocks that a rank can save in a time: the best of the last jobs, as jobs may have to wait
+    for the interpreter. A store that ends none has no rate."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=8)
+        self._seen: deque[float] = deque(maxlen=8)
 
     def add(self, blocks: int, seconds: float) -> None:
-        """A job that one rank has saved whole."""
-        self._seen.append((blocks, seconds))
+        """A job that one rank has saved, in which it put so many blocks into the store."""
+        if blocks and seconds > 0:
+            self._seen.append(blocks / seconds)
 
     def blocks_in(self, seconds: float) -> int:
-        spent = sum(one[1] for one in self._seen)
-        return int(sum(one[0] for one in self._seen) / spent * seconds) if spent > 0 else 0
+        return int(max(self._seen, default=0.0) * seconds)
 
 
 # Loads
