@@ -38,7 +38,7 @@ from kvferry.router.choice.model import EngineView, Rate, Role
 Clock = Callable[[], float]
 
 # `python -m benchmarks.engines --parts pool,handover`: prefill of 2,000 to 128,000 tokens is met
-# within 3 %; transfers over `tcp` between two cards, 13 GB/s.
+# within 3 %; transfers: `tcp` on loopback from device memory, 13 GB/s.
 PREFILL = Rate(0.002, 2.365e-5, attention_tokens=28_200)
 TRANSFER = Rate(0.0064, 1.01e-5)
 POOL_LOAD = Rate(0.007, 2.98e-6)
