@@ -49,7 +49,7 @@ HANDOVER: Mapping[str, Words] = {
     "carriers": (
         '`"auto"`',
         "Carriers in order of preference; the first that reaches the peer is used, and `local` "
-        "means `cuda` for a cache on a GPU.",
+        "means `cuda` for a cache on a GPU. `auto`: `cuda`, `local`, `nixl`, `mooncake`, `tcp`.",
     ),
     "checksums": "On a decode engine: compare what arrives with digests that the prefill engine "
     "makes of its own memory.",
@@ -151,8 +151,8 @@ POOL: Mapping[str, Words] = {
     "is [faster than loading it](pool.md#how-it-works).",
     "checksums": "With Mooncake or a store of your own: keep a checksum with each object and "
     "verify it; the embedded store always does.",
-    "pinned_share": "The share of the engine's blocks that saves may keep from reuse, twice as many "
-    "when a request ends; more only where the store saves them in 0.2 s.",
+    "pinned_share": "The share of the engine's blocks that saves may keep from reuse, twice as "
+    "many when a request ends; more only where the store saves them in 0.2 s.",
 }
 THEIRS: Mapping[str, Mapping[str, str]] = {
     "nixl": {
@@ -280,8 +280,8 @@ ROUTER: Mapping[str, str] = {
     "answered 503.",
     "address_share": "One address's share (an IPv6 /64) of connections, viewers, places, "
     "bytes and the line; set 1 behind a reverse proxy.",
-    "retry_share": "Retries that each request allows all requests together. A retry that no living "
-    "engine notices is free.",
+    "retry_share": "Retries that each request allows all requests together. When they are used up, "
+    "only what a dead engine did not answer is asked again.",
     "retry_burst": "Retries beyond that.",
     "header_seconds": "For a client to send headers, or to stay idle.",
     "body_seconds": "For a whole body; then 408.",

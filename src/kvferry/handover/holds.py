@@ -22,7 +22,7 @@ closes when all engines that claimed it are finished.
 
 Failure path. A decode engine that dies in the middle of a load sends no last word and renews
 nothing. Its hold stays open until the lease runs out, and then closes as "expired". Consumers'
-schedulers renew leases while requests queue; every claim renews one too.
+schedulers renew leases while requests queue and load; every claim renews one too.
 
 This module is the state machine alone: it has no sockets and no threads, and callers pass the time
 in. Only this rank's clock counts. Peers can make a rank remember a bounded number of bytes.

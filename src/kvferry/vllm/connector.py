@@ -65,9 +65,9 @@ log = logging.getLogger("kvferry")
 
 # vLLM's NIXL connectors take prefills and decodes in every `kv_role`, so their stand-ins do.
 ROLELESS: tuple[Style, ...] = ("nixl", "push")
+LOOKUP_SECONDS = 0.005  # that a step which computes nothing waits for a lookup: most take 1 to 4 ms
 # Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
 # log it, where they would wait eight minutes for a server that does not answer them.
-LOOKUP_SECONDS = 0.005  # that a step which computes nothing waits for a lookup: most take 1 to 4 ms
 NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
 
 

@@ -21,7 +21,7 @@ which looks past the pause before a user has typed an answer. A shared beginning
 its own, its visits over its life, fading when they stop. The larger of both is the block's score.
 Among equals the deepest goes first, because without its predecessors a block is worth nothing. The
 score of a chain's last block is scaled by how often last blocks were hit. Objects that no request
-has named have one turn and age by their last use, which is LRU.
+has named count as those of one turn, and age by their last use, which is LRU.
 
 All state lies in arrays that the caller owns (shared memory), and all of this is NumPy over rows.
 """
