@@ -106,11 +106,12 @@ def test_a_long_prompt_is_handed_over_while_others_decode():
         with streams(c, 20):
             got = c.complete(prompt=ids(1, 4000), stream=True)
             assert got.headers["x-kvferry-path"] == "prefill+decode"
-            assert asked(c.prefill[0]) == [ids(1, 4000)]
+            # on a busy machine some of the streams may have been handed over, too
+            assert ids(1, 4000) in asked(c.prefill[0])
             short = c.complete(prompt=ids(2, 30), stream=True)
             assert short.headers["x-kvferry-path"] == "decode-only"
-        c.expect("choices_total", 'way="handed_over"', count=1)
-        c.expect("choices_total", 'way="alone"', count=1)
+        wait_until(lambda: c.metric("choices_total", 'way="handed_over"') >= 1)
+        wait_until(lambda: c.metric("choices_total", 'way="alone"') >= 1)
 
 
 def test_a_conversation_stays_with_the_engine_that_has_it():
