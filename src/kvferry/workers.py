@@ -236,8 +236,8 @@ def start_compiler(compile_all: Work, name: str) -> None:
     """Run a compiler on a daemon thread. A process that ends waits for it, up to a time: Triton's
     aborts the process when its thread is ended in the middle."""
     thread = threading.Thread(target=compile_all, name=name, daemon=True)
-    atexit.register(thread.join, COMPILER_SECONDS)
     thread.start()
+    atexit.register(thread.join, COMPILER_SECONDS)
 
 
 def _begin_in_child() -> None:

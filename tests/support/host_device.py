@@ -49,12 +49,21 @@ class Event(Handle):
 
 
 class Stream(Handle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: set[int] = set()
+
+    def begin(self) -> None:
+        """Before what reads or writes objects: others' work that lies ahead was waited for."""
+        assert set(ahead) <= self.waited, "a stream does not wait for a step"
+
     def copy(self, dst: int, src: int, size: int) -> None:
         ctypes.memmove(dst, src, size)
 
     copy_at_once = copy
 
     def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+        self.begin()
         fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
         for copy in zip(*fields, rows.width, rows.height, strict=True):
             host, host_pitch, device, device_pitch, width, height = map(int, copy)
@@ -68,6 +77,7 @@ class Stream(Handle):
 
     def wait_for(self, event: Event | int) -> None:
         if isinstance(event, int):
+            self.waited.add(event)
             ahead[event]()
 
     def synchronize(self) -> None: ...
@@ -134,6 +144,7 @@ def hash_at_once(
     per_piece: int,
 ) -> None:
     """What the kernels of `xxh3` do, by the library that they must agree with."""
+    stream.begin()
 
     def numbers(address: int) -> Any:
         return (ctypes.c_int64 * pieces).from_address(address)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena, disk, eviction, store
 from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
-from kvferry.pool.store import Outcome, Slices
+from kvferry.pool.store import Outcome, Ranges, Slices
 from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
@@ -505,3 +507,41 @@ def test_a_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_sizes(tmp_path: Path) -> None:
     assert OBJECT * 10 < 1 << 20 < OBJECT * 11  # what the tests above count on
+
+
+def test_a_request_that_is_told_of_after_its_objects_were_put(tmp_path: Path) -> None:
+    """A save may be faster than the thread that tells: eviction learns the same."""
+
+    def learned(first: str) -> list[int]:
+        made = EmbeddedStore(tmp_path / first, 16 << 20)
+        data = np.ones(1000, dtype=np.uint8)
+        made.register([MemoryRegion(data.ctypes.data, data.nbytes)])
+        ranges = Ranges(np.array([data.ctypes.data]), np.array([1000]))
+        turns = []
+        for turn in range(1, 4):
+            keys = [f"talk/{n}" for n in range(8 * turn)]
+            steps = [
+                lambda keys=keys: made.access(keys, time.monotonic() + 5),
+                lambda keys=keys: made.put(keys, [ranges] * len(keys), time.monotonic() + 5),
+            ]
+            for step in steps if first == "told" else steps[::-1]:
+                step()
+            turns.append(max(one.turns for one in made.listed()))
+        made.close()
+        return turns
+
+    assert learned("put") == learned("told") == [1, 2, 3]
+
+
+def test_memory_that_is_short_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were made cannot be given back: others may have grown into them."""
+    made = EmbeddedStore(tmp_path / "store", 64 << 20)
+    asked: list[int] = []
+    monkeypatch.setattr(Arena, "_advise", lambda self, first, last, advice: asked.append(last))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    made.back_memory(0, 32 << 20)
+    assert asked == []
+    monkeypatch.undo()
+    monkeypatch.setattr(Arena, "_advise", lambda self, first, last, advice: asked.append(last))
+    assert made.back_memory(0, 48 << 20) == 48 << 20 and max(asked) == 48 << 20
+    made.close()

@@ -92,14 +92,14 @@ def test_a_store_in_use_is_not_waited_for(pair: Pair, monkeypatch: pytest.Monkey
     """The server's thread has it, for as long as it likes."""
     pair.until_at_once()
     go_on, inside = threading.Event(), threading.Event()
-    look = lookup.EvictionWatch.look
+    refresh = lookup.LayoutRegistry.refresh
 
     def slow(self: Any, store: Any, deadline: float) -> None:
         inside.set()
         assert go_on.wait(20)
-        look(self, store, deadline)
+        refresh(self, store, deadline)
 
-    monkeypatch.setattr(lookup.EvictionWatch, "look", slow)
+    monkeypatch.setattr(lookup.LayoutRegistry, "refresh", slow)
     assert inside.wait(20)
     assert pair.ask("r") is None
     go_on.set()

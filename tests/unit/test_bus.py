@@ -328,11 +328,11 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert waited[0] == ("here" if broken else "device")
+    host_device.ahead.clear()
     cache[:] = 0
     assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
     shape = (LAYERS, OBJECTS, PAGE)
     assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
-    host_device.ahead.clear()
     store.close()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.pool.mooncake import lists, parts_of
-from kvferry.pool.scheduler import SaveRate
+from kvferry.pool.scheduler import SaveJob, SaveRate
 from kvferry.pool.store import Slices
 
 
@@ -60,12 +60,15 @@ def test_what_a_store_saves_soon() -> None:
     """A fast store's saves are not held back; of one that hangs, or knew all blocks, nothing is
     known."""
     rate = SaveRate()
-    assert rate.blocks_in(1.0) == 0
-    rate.add(0, 0.001)
-    assert rate.blocks_in(1.0) == 0
-    rate.add(500, 0.25)
-    rate.add(500, 0.1)  # waited for less
-    assert rate.blocks_in(0.2) == 1000
+
+    def over(put: int, seconds: float, *failed: tuple[int, int]) -> int:
+        rate.add(SaveJob((), None, set(failed), seconds, put))
+        return rate.blocks_in(0.2)
+
+    assert rate.blocks_in(0.2) == over(0, 0.001) == 0
+    over(500, 0.25)
+    assert over(500, 0.1) == 1000  # waited for less
     for _ in range(8):
-        rate.add(10, 1.0)  # the store has become slow
-    assert rate.blocks_in(0.2) == 2
+        slow = over(10, 1.0)  # the store has become slow
+    assert slow == 2
+    assert over(10, 1.0, (0, 3)) == 0

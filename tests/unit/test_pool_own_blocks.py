@@ -26,7 +26,7 @@ def places(parts: WantedParts) -> dict[tuple[str, int, int], int]:
 
 
 def test_as_a_plan_says(tmp_path: Path) -> None:
-    compared, planned_only = 0, 0
+    compared = planned_only = nulls = 0
     for index in range(400):
         case = pool_case(29, index, both_whole=True)
         if case is None or case["skip"] or Oracle(case).errors() or compared > 40:
@@ -53,7 +53,11 @@ def test_as_a_plan_says(tmp_path: Path) -> None:
                 planned = places(scope.plan(engine.layout.id).bind(segment, tables, scope.bases))
                 mine = places(own)
                 assert planned.items() <= mine.items()
+                if scope.null_block is not None:
+                    holes = [np.r_[scope.null_block, t[1:]] for t in tables]
+                    assert scope.own_blocks(segment, holes) is None
+                    nulls += 1
                 assert len(set(mine.values())) == len(mine)
                 compared += bool(planned)
         engine.close()
-    assert compared > 20 and planned_only > 0
+    assert compared > 20 and planned_only > 0 and nulls > 0

@@ -60,8 +60,8 @@ OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
 TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
 # The store hears of a request so much later: by then the engine has given its device work to do,
-# and the interpreter's lock is free.
-TELL_SECONDS = 0.02
+# and the interpreter's lock is free. Saves of the request begin later still.
+TELL_SECONDS = 0.005
 LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
 
 
@@ -182,6 +182,8 @@ class LookupKeyServer:
                 if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
                     self._tell(untold.popleft()[1])
                 busy = self._at_once and now < self._asked_at + IDLE_SECONDS
+                if busy and now > self._tended_at + TEND_SECONDS:
+                    self._tend()
                 seconds = TEND_SECONDS if busy else IDLE_SECONDS
                 if untold:
                     seconds = max(0.0, untold[0][0] - now)
@@ -263,7 +265,7 @@ class LookupKeyServer:
         chain, reader = asked.chain, self._reader
         most = reader.most_tokens(asked.count)
         store = self._opened()
-        if time.monotonic() > self._tended_at + FRESH_SECONDS or not self._at_once:
+        if threading.current_thread() is self._thread:  # it may wait, and the scheduler's may not
             self._registry.refresh(store, asked.deadline)
             self._tended_at = time.monotonic()
         if not asked.full and self._begins_new(asked, store):
@@ -326,7 +328,8 @@ class LookupKeyServer:
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < most // align * align:
             used.add(ours.id)  # this engine will save the rest in its own layout
-        with self._using, self._guarded("the store did not hear of a request"):
+        # Without `_using`: eviction's lock may take a while, and lookups need none.
+        with self._guarded("the store did not hear of a request"):
             asked.chain.cover(asked.tokens, asked.count)
             deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):

@@ -6,11 +6,13 @@
 
 **Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. The scheduler
 keeps them pinned until every rank has reported the job. A rank reports a job only when the store no
-longer reads the blocks' memory. It writes its own fragment of each block, unless a replica has the
-turn or the store has the object already. An object is stored whole or not at all. A block with a
-failed fragment is never found, because a lookup asks for all fragments. If the store is full, slow
-or broken, the thread leaves it alone for a while, twice as long each time. Jobs that come meanwhile
-are reported at once, with nothing saved, and counted.
+longer reads the blocks' memory. A step may still compute them: the thread waits for its end, or the
+device does, and the store prepares all of it meanwhile (`FencedStore`). A rank writes its own
+fragment of each block, unless a replica has the turn or the store has the object already. An object
+is stored whole or not at all. A block with a failed fragment is never found, because a lookup asks
+for all fragments. If the store is full, slow or broken, the thread leaves it alone for a while,
+twice as long each time. Jobs that come meanwhile are reported at once, with nothing saved, and
+counted.
 
 **Loading** (`Loader`, several threads). A load is cut into chunks of tokens, and each chunk is read
 on its own. An object that is missing, short or damaged is reported with its first token, and no
@@ -101,6 +103,7 @@ class RankScope:
     plan: Callable[[str], ReadPlan]  # by layout id; raises a KvferryError
     replica: int  # this worker's number among those with the same rank and bytes
     replicas: int
+    null_block: int | None = 0  # an id that means "no block"
 
     def my_turn(self, table: int, numbers: Ints) -> Ints:
         """Indices of those blocks that this rank writes. Replicas take turns."""
@@ -133,7 +136,7 @@ class RankScope:
         whole = segment.start % span == segment.stop % span == 0 and len(ids) == last - first
         if kind.table not in self.memory or not whole or len(np.unique(ids)) < len(ids):
             return None
-        if self.layout.shape.null_block in ids:
+        if self.null_block is not None and bool((ids == self.null_block).any()):
             return None
         memory, numbers = self.memory[kind.table], range(first, last)
         addresses = memory.addresses(self.bases, ids)
@@ -172,6 +175,7 @@ class PoolRank:
             plan=self._plan,
             replica=replica,
             replicas=replicas,
+            null_block=layout.shape.null_block,
         )
         self._records: dict[str, PoolLayout] = {}
         self._plans: dict[str, ReadPlan] = {}  # by layout id, made when first needed
@@ -307,11 +311,13 @@ class Saver:
             log.warning("saving to the pool failed: %s", text_of(error))
         finally:  # whatever was raised: the blocks stay pinned until this report
             waited = timed.waited if timed is not None else 0.0
-            self._end(order, failed, time.monotonic() - began - waited)
+            put, self._put = self._put, 0
+            self._end(order, failed, time.monotonic() - began - waited, put)
 
-    def _end(self, order: SaveOrder, failed: set[tuple[int, int]], seconds: float = 0.0) -> None:
+    def _end(
+        self, order: SaveOrder, failed: set[tuple[int, int]], seconds: float = 0.0, put: int = 0
+    ) -> None:
         """Report the job, with the blocks that were not saved."""
-        put, self._put = self._put, 0
         self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds, put))
         self._ended.set()
 
@@ -661,7 +667,7 @@ def _cut(segment: Segment, plan: ReadPlan, pace: Pace) -> list[Segment]:
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    bounds, tokens = [segment.start], pace.first_tokens
+    bounds, tokens = [segment.start], min(pace.first_tokens, pace.chunk_tokens)
     while bounds[-1] < segment.stop:
         end = (bounds[-1] + max(span, tokens)) // span * span
         bounds.append(min(end, segment.stop))

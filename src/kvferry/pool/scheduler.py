@@ -15,8 +15,8 @@ abort.
 - *save*: a block of tokens is ordered in the step that makes its last token final, or later where a
   draft model's bytes depend on tokens after the block: once these are known. Only the engine
   knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
-  rank has reported the job. If too many are pinned already, nothing is ordered, and the request
-  tries again in its next step, at last when it is over.
+  rank has reported the job. Where too many would be pinned, only some are ordered, and the request
+  tries again in its next step, at last when it is over. What does not fit then is not saved.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
   neither those of running requests, nor those that the engine keeps and hits again.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -312,12 +313,15 @@ class PoolScheduler:
         if start == stop and not states:
             return
         chain, kinds = tracker.chain, self._ours.kinds
-        room = max(most, self._save_rate.blocks_in(SOON_SECONDS)) - self._saving.blocks
+        room = max(most, self._soon()) - self._saving.blocks
         each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
         if len(self._jobs) >= MOST_JOBS or room < min(each, most):
             self.counters.add("save_postponed")
             return
-        stop = min(stop, start + max(1, room // each) * self.align_tokens)
+        last = start + max(1, room // each) * self.align_tokens
+        if last < stop:
+            self.counters.add("save_postponed")
+            stop = last
         chain.cover(tokens, min(len(tokens), final + ahead))
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
@@ -325,6 +329,14 @@ class PoolScheduler:
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
+
+    def _soon(self) -> int:
+        """Blocks that the store saves in a moment; 0 while it does not seem to work."""
+        oldest = next(iter(self._jobs.values()), None)
+        if oldest is not None and time.monotonic() > oldest.at + HEALTHY_SECONDS:
+            return 0
+        soon = self._save_rate.blocks_in(SOON_SECONDS)
+        return min(soon, self.limits.most_pinned_soon)
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self.align_tokens * self.align_tokens
@@ -375,10 +387,11 @@ class PoolScheduler:
                 log.error("a rank reported save job %d, which is not open", report.job_id)
                 continue
             job.failed.update(report.failed)
-            if not report.failed:
-                self._save_rate.add(report.put, report.seconds)
+            job.seconds = max(job.seconds, report.seconds)  # the slowest rank keeps the blocks
+            job.put = max(job.put, report.put)
             if self._saving.release(report.job_id):
                 over.append(self._jobs.pop(report.job_id))
+                self._save_rate.add(job)
         return over
 
     def loaded(self, reports: Iterable[PoolLoaded]) -> None:
@@ -439,6 +452,7 @@ class PoolLimits:
     save_seconds: float = 60.0
     most_pinned_blocks: int = 1 << 30
     most_pinned_at_end: int = 1 << 30  # when a request is over
+    most_pinned_soon: int = 1 << 30  # if the store saves them in a moment
     min_load_tokens: int | Literal["auto"] = "auto"
     lookup: bool = True
     lookup_at_once: bool = False  # the store's index is this host's memory
@@ -548,18 +562,22 @@ def states_to_save(
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SaveJob:
     """Blocks that ranks save. It is over when every rank has reported it."""
 
     tables: tuple[TableBlocks, ...]
     tag: Any  # the caller's
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
+    seconds: float = 0.0  # of the slowest rank
+    put: int = 0  # blocks that a rank put into the store
+    at: float = field(default_factory=time.monotonic)
 
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
 # has its blocks in any case.
 SOON_SECONDS = 0.2
+HEALTHY_SECONDS = 2.0  # of the oldest job, its step included; a store that takes longer may hang
 
 
 class SaveRate:
@@ -569,10 +587,12 @@ class SaveRate:
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=8)
 
-    def add(self, blocks: int, seconds: float) -> None:
-        """A job that one rank has saved, in which it put so many blocks into the store."""
-        if blocks and seconds > 0:
-            self._seen.append(blocks / seconds)
+    def add(self, job: SaveJob) -> None:
+        """A job that is over. After one that failed, nothing is known any more."""
+        if job.failed:
+            self._seen.clear()
+        elif job.put and job.seconds > 0:
+            self._seen.append(job.put / job.seconds)
 
     def blocks_in(self, seconds: float) -> int:
         return int(max(self._seen, default=0.0) * seconds)

@@ -162,7 +162,8 @@ class FencedStore(Store, Protocol):
     def put_after(
         self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
     ) -> list[Outcome]:
-        """As `put`; the objects' bytes are final from the fence on."""
+        """As `put`; the objects' bytes are final from the fence on. It is waited for even if that
+        takes longer than the deadline: the device has its orders."""
 
 
 def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:

@@ -61,9 +61,11 @@ PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for e
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
-# Loads and saves use two at a time: while the objects of one part cross, the next are queued. One
-# more than threads is enough for all of them to go on. Each has 34 MiB of device memory, staged 98.
-LANES = 4
+# Loads and saves use two at a time: while the objects of one part cross, the next are queued. A
+# save keeps its two while a step computes, and two loads go on beside it. Each has 34 MiB of device
+# memory, staged 98.
+LANES = 6
+MOST_AHEAD = 256  # copies behind an event that are queued without giving up the interpreter's lock
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
 MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
@@ -231,7 +233,8 @@ class Bus:
                 if after:
                     lane.wait_for(after)
                 if rows is not None:
-                    lane.queue_direct(objects, chunk_bytes, rows, outward=outward)
+                    many = bool(after) and len(rows) > MOST_AHEAD  # the driver's queue may be full
+                    lane.queue_direct(objects, chunk_bytes, rows, outward=outward, waits=many)
                 else:
                     lane.queue_staged(
                         objects,
@@ -358,6 +361,7 @@ class _Lane:
         rows: Rows,
         *,
         outward: bool,
+        waits: bool,
     ) -> None:
         """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs."""
         self._buffers.begin()
@@ -368,7 +372,7 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
-            bus.copy_rows(rows, outward=outward)
+            bus.copy_rows(rows, outward=outward, waits=waits)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
@@ -618,7 +622,7 @@ Copy = tuple[int, int, int, int, int, int]  # the fields of `Rows`
 
 
 def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Rows:
-    """The fewest copies between objects on the host and their slots on the device."""
+    """Few copies between objects on the host and their slots on the device."""
     count, width = len(place), int(length[0])
     low, high = int(place[0]), int(place[-1]) + width
     if count > 1 and bisect_right(starts, low) == bisect_right(starts, high - 1):

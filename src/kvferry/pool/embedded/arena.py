@@ -50,9 +50,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.errors import StoreError
+from kvferry.errors import KvferryError, StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.index import MAX_GAPS, SharedIndex
+from kvferry.pool.embedded.index import MAX_GAPS, POPULATE_WRITE, SharedIndex
 from kvferry.pool.embedded.policy import Floats
 from kvferry.pool.store import Bools, Ints, Outcome, Slices, move, spread
 from kvferry.private_files import open_private
@@ -70,7 +70,7 @@ _MAGIC = 0x3146564B
 _HEADER_ALIGN = 64
 _checksum = xxhash.xxh3_64_intdigest
 _libc = ctypes.CDLL(None)
-_HUGE_PAGE, _POPULATE_WRITE = 14, 23  # advice for the system
+_HUGE_PAGE = 14  # advice for the system
 BACK_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # one makes 1.5 GiB/s of empty pages
 
 Sums = NDArray[np.uint64]
@@ -182,12 +182,16 @@ class Arena:
         # Mapped in this process as well, so that registering it with a device takes no page faults
         # (20 GiB/s against 2.4); by several threads, as the system empties pages where they are
         # asked for. Older kernels cannot, and need not.
-        page = mmap.PAGESIZE
+        page, end = mmap.PAGESIZE, self.backed()
         first, last = first // page * page, -(-size // page) * page
         step = -(-(last - first) // (BACK_THREADS * page)) * page
         parts = [(at, min(last, at + step)) for at in range(first, last, max(step, page))]
-        wait([self._backers.call(partial(self._advise, *part, _POPULATE_WRITE)) for part in parts])
-        end = self.backed()
+        free = os.fstatvfs(self._fd)
+        # Where memory is short, pages are not taken that could not be given back.
+        if size - end <= free.f_bavail * free.f_frsize:
+            with contextlib.suppress(KvferryError):  # no thread is to be had
+                advise = partial(self._advise, advice=POPULATE_WRITE)
+                wait([self._backers.call(partial(advise, *part)) for part in parts])
         try:
             if size > end:  # quick where the pages are there; else this says what is missing
                 os.posix_fallocate(self._fd, end, size - end)

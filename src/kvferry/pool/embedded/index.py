@@ -61,7 +61,8 @@ from kvferry.pool.embedded.policy import LEARNED_FLOATS, History
 from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import open_private
 
-_POPULATE_WRITE = 23  # of madvise
+POPULATE_WRITE = 23  # of madvise
+MOST_MAPPED_BYTES = 256 << 20  # of an index when it is opened: 0.1 s
 HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
 COUNTERS = (
@@ -219,8 +220,9 @@ class SharedIndex:
         finally:
             os.close(fd)
         # Mapped now, or each new key costs a page fault in every array. Older kernels cannot.
-        with contextlib.suppress(OSError):
-            self._map.madvise(_POPULATE_WRITE)
+        if size <= MOST_MAPPED_BYTES:
+            with contextlib.suppress(OSError):
+                self._map.madvise(POPULATE_WRITE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
         at = 0
 

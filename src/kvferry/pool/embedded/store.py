@@ -212,6 +212,8 @@ class EmbeddedStore:
                 now = self._clock()
                 if not known.all():
                     rows[~known] = index.claim(low[~known], high[~known], now, rows[known])
+                # Objects that were put before this request was told of are as new as the others.
+                known[known] = index.history.chain[rows[known]] > 0
                 whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
                 self._tiers.policy.observe(rows[:whole], known[:whole], now)
         except StoreError as error:
