@@ -804,10 +804,14 @@ def test_a_request_leaves_no_more_pinned_than_it_may(pair: Pair) -> None:
     pair.faults["put"] = lambda *_: release.wait(30) and None
     span, tables = writer.scheduler.align_tokens, writer.tables
     writer.scheduler.track("w", tuple)
-    writer.scheduler.computed("w", tokens, len(tokens), lambda: tables)
-    each = writer.pinned  # of one step's save, which is as small as it can be
+    writer.scheduler.computed("w", tokens, span, lambda: tables)
+    each = writer.pinned  # by the smallest save that there is
     writer.scheduler.finished("w", tokens, tables)
+    writer.scheduler.track("v", tuple)
+    writer.scheduler.computed("v", tokens[::-1], len(tokens), lambda: tables)
+    writer.scheduler.finished("v", tokens[::-1], tables)
     assert each <= writer.pinned <= max(3, each) < len(tokens) // span
+    assert writer.scheduler.counters["save_postponed"] > 0
     release.set()
     all_ended(writer)
 
