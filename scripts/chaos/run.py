@@ -22,8 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=(what_it_is or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=500, help="among peers")
+    parser.add_argument("--faults", type=int, help="among peers; 500, or none with --router")
     parser.add_argument("--engines", type=int, default=0, help="faults among real engines, after")
+    parser.add_argument("--router", type=int, default=0, help="faults around a router, after")
+    parser.add_argument(
+        "--idle", type=int, default=10_000, help="connections held before a router, after its faults"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, help="play rounds from this one, and keep nothing")
     parser.add_argument("--carrier", default="tcp", choices=["tcp", "local"])
@@ -53,9 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         engines.play(outcomes, rounds, chosen.seed, after)
 
+    def play_router(outcomes: Outcomes, rounds: range, after: Callable[[str], bool]) -> None:
+        from chaos.router import play
+
+        play.play(outcomes, rounds, chosen.seed, chosen.idle, after)
+
+    faults = chosen.faults if chosen.faults is not None else 0 if chosen.router else 500
     games = [
-        Game("peers", setting, peers.COLUMNS, chosen.faults, play_peers),
+        Game("peers", setting, peers.COLUMNS, faults, play_peers),
         Game("engines", f"--seed {chosen.seed}", ENGINE_COLUMNS, chosen.engines, play_engines),
+        Game("router", f"--seed {chosen.seed}", ROUTER_COLUMNS, chosen.router, play_router),
     ]
     for game in games:
         if game.faults and not game.run(kept, chosen.first or 0, until):
@@ -64,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 ENGINE_COLUMNS = ("rounds", "right", "right, alone", "no answer", "loads", "loads failed")
+ROUTER_COLUMNS = ("rounds", "right", "cut", "garbage", "refused", "left")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +101,10 @@ class Game:
         try:
             if todo:
                 self.play(outcomes, todo, after)
-        except (Broken, KvferryError, AssertionError, OSError) as error:
+        except (Broken, KvferryError, AssertionError, OSError, ExceptionGroup) as error:
             number = first + outcomes.played
-            option = "--engines 1 --faults 0" if self.name == "engines" else "--faults 1"
+            options = {"engines": "--engines 1 --faults 0", "router": "--router 1 --idle 0"}
+            option = options.get(self.name, "--faults 1")
             print(
                 f"\nbroken: {type(error).__name__}: {error}\n"
                 f"{self.name}, round {number}; again: python scripts/chaos {self.setting} "

@@ -186,9 +186,10 @@ class RouterProcess:
         decode_url: str | None = None,
         more: Sequence[str] = (),
         port: int = 0,
+        program: Sequence[str] = ("-m", "kvferry"),
     ) -> None:
         prefill, decode = engines
-        command = [sys.executable, "-m", "kvferry", "router", "--port", str(port), *more]
+        command = [sys.executable, *program, "router", "--port", str(port), *more]
         command += ["--prefill", prefill.url, "--decode", decode_url or decode.url]
         for name, value in limits.items():
             command += ["--limit", f"{name}={value}"]
