@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from router_process import RouterProcess, post, read_answer, router_process
 from waiting import wait_until
 
-_OTHERS = 100  # requests of others, while the crowd is there
+_OTHERS = 50  # requests of others, while the crowd is there
 _PLAIN = post(b'{"prompt": "x"}')
 _STREAM = post(b'{"prompt": "x", "stream": true}')
 _ADDRESSES = 8  # that the crowd connects from; each has 28,000 ports
@@ -49,7 +49,7 @@ class Held:
 def hold_a_crowd(idle: int, slow: int) -> Held:
     """Hold so many. Raises AssertionError if one of them, or one of the others, is not served."""
     limits = {
-        "max_connections": 2 * idle + 2 * slow + 100,
+        "max_connections": idle + slow + 200,
         "address_share": 1.0,
         "header_seconds": 600.0,
         "client_seconds": 600.0,
@@ -62,7 +62,7 @@ def hold_a_crowd(idle: int, slow: int) -> Held:
         crowd = []
         for number in range(idle):
             crowd.append(stack.enter_context(router.connect(f"127.0.0.{2 + number % _ADDRESSES}")))
-        wait_until(lambda: router.files() >= files + idle, 120, "not all connections were accepted")
+        wait_until(lambda: router.files() > idle, 60, "not all connections were accepted")
         idle_bytes = router.memory_bytes() - memory
         readers = []
         for number in range(slow):

@@ -171,6 +171,24 @@ def test_a_removed_engine_leaves_nothing_behind():
         assert url not in placing.meters._meters
 
 
+def test_an_engine_that_is_removed_while_it_answers_leaves_nothing_behind():
+    with routed(0, 1) as c:
+        c.complete(prompt=ids(1, 320))
+        engine, url = c.decode[0], c.servers["d0"].url
+        fleet, index = c.router.app.state.router.fleet, c.router.placing.index
+        engine.cached = 0
+        said = engine.usage()
+
+        def remove_and_say() -> bytes:
+            fleet.remove(fleet.get(url))
+            return said
+
+        engine.usage = remove_and_say  # type: ignore[method-assign]
+        assert c.complete(prompt=ids(1, 640)).status_code == 200
+        c.expect("requests_total", 'outcome="ok"', count=2)
+        assert url not in index.stats()
+
+
 def test_without_tokens_the_engine_with_the_fewest_requests_is_taken():
     """Texts, and engines that cannot tokenize: everything is as without a view."""
     with routed(1, 2) as c:

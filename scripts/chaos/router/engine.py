@@ -1,6 +1,6 @@
 """An engine whose tokens follow from the prompt alone, and which fails as it is told.
 
-    python engine.py PORT EVENTS_PORT REPLAY_PORT
+    python engine.py PORT EVENTS_PORT REPLAY_PORT MICROSECONDS_PER_TOKEN
 
 It prefills, decodes, tokenizes, has metrics, and publishes KV events with a replay, as vLLM does. A
 decode computes its tokens from the ticket's prompt if it has a ticket: a ticket that came to
@@ -123,8 +123,9 @@ def _names(tokens: list[int]) -> list[int]:
 
 
 class Engine:
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, token_microseconds: int) -> None:
         self._cache = cache
+        self._token_seconds = 1e-6 * token_microseconds  # of a prefill
         self._acts: list[str] = []  # what happens to the next completions
         self._running = 0
 
@@ -133,7 +134,7 @@ class Engine:
         try:
             while await self._one(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError):  # OSError: also a TimeoutError
             pass
         finally:
             writer.close()
@@ -148,7 +149,7 @@ class Engine:
         if path == "/v1/completions":
             self._running += 1
             try:
-                return await self._complete(json.loads(body), writer)
+                return await self._complete(json.loads(body), reader, writer)
             finally:
                 self._running -= 1
         status, answer = 200, b"{}"
@@ -173,12 +174,16 @@ class Engine:
         await writer.drain()
         return True
 
-    async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    async def _complete(
+        self, asked: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         act = self._acts.pop(0) if self._acts else ""
         if act == "slow":
             await asyncio.sleep(SLOW_SECONDS)
         elif act == "silent":
-            await asyncio.sleep(SILENT_SECONDS)
+            async with asyncio.timeout(SILENT_SECONDS):
+                await reader.read(1)  # until the router gives up
+            return False
         elif act == "early":
             return False
         elif act == "no HTTP":
@@ -196,7 +201,7 @@ class Engine:
         tokens = list(prompt.encode())
         cached = self._cache.cached(tokens)
         if "of" not in params:
-            await asyncio.sleep(0.002 + 0.00002 * (len(tokens) - cached))
+            await asyncio.sleep(0.002 + self._token_seconds * (len(tokens) - cached))
         await self._cache.compute(tokens)
         usage = {
             "prompt_tokens": len(tokens),
@@ -259,9 +264,9 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def main() -> None:
-    port, events_port, replay_port = map(int, sys.argv[1:])
+    port, events_port, replay_port, token_microseconds = map(int, sys.argv[1:])
     cache = Cache(events_port, replay_port)
-    engine = Engine(cache)
+    engine = Engine(cache, token_microseconds)
     server = await asyncio.start_server(engine.serve, "127.0.0.1", port, backlog=512)
     print("ready", flush=True)
     async with server:

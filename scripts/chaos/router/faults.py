@@ -83,7 +83,9 @@ async def drained(r: Round) -> None:
 
 
 async def removed(r: Round) -> None:
-    """At once, while requests run there; it comes back as a new engine, or only after the round."""
+    """At once, while requests run there, and some on their way; it comes back as a new engine."""
+    for engine in r.world.of_role("prefill"):
+        await r.world.tell(engine, *["slow"] * r.requests)
     await r.a_moment()
     await r.world.admin("DELETE", r.hit)
     if r.rng.random() < 0.5:

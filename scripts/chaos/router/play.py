@@ -56,7 +56,7 @@ async def _play(
         requests, said = len(made.ended), made.read_log()
         print(
             f"\n{requests} requests, each with one outcome ({len(said)} in the routers' logs, "
-            f"{len(made.routers)} routers); tasks {before.tasks.total()} before, "
+            f"{len(made.routers)} routers), {made.handed_over()} handed over; tasks {before.tasks.total()} before, "
             f"{now.tasks.total()} after; files {before.files}, {now.files}; memory "
             f"{before.memory_bytes >> 20} MiB, {now.memory_bytes >> 20} after, "
             f"{most_bytes >> 20} at most"
@@ -78,6 +78,7 @@ async def _round(made: World, outcomes: Outcomes, seed: int, number: int, name: 
     made.read_log()  # a bug of the router ends the round that showed it
     if made.router.process.poll() is not None:
         raise Broken(f"the router ended: {''.join(made.router.log[-20:])}")
+    await made.no_strangers()
     await made.repair()
 
 

@@ -50,6 +50,8 @@ LIMITS = {
     "max_in_flight": 48,
     "address_share": 1.0,
 }
+# Of a prefill. Hand-overs pay where others compute faster than the decode engine.
+_TOKEN_MICROSECONDS = {"prefill": 10, "decode": 400}
 _FOLDER = Path(__file__).parent
 _SETTLE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
@@ -58,6 +60,7 @@ _MORE_FILES = 2 * (PREFILL + DECODE)
 # Memory that the interpreter keeps, caches that fill. The router of 200 faults grew by less than
 # a quarter of this.
 _MORE_BYTES = 48 << 20
+_HANDED_OVER = re.compile(r"; prefill http\S+ 200;.* decode http\S+ 200")
 _LINE = re.compile(r"(c[\w-]+) POST /v1/completions: (\w+) (\d+),")
 _BUGS = ("Traceback", "broke the router", "exception was never retrieved", "never awaited")
 
@@ -90,8 +93,8 @@ class EngineProcess:
         return self.process.poll() is not None
 
     def _start(self) -> None:
-        ports = map(str, (self.port, self.events_port, self.replay_port))
-        command = [sys.executable, str(_FOLDER / "engine.py"), *ports]
+        numbers = (self.port, self.events_port, self.replay_port, _TOKEN_MICROSECONDS[self.role])
+        command = [sys.executable, str(_FOLDER / "engine.py"), *map(str, numbers)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
@@ -241,13 +244,20 @@ class World:
         for name, labels, value in re.findall(r"^kvferry_router_(\w+)(\{.*\})? (\S+)$", text, re.M):
             if name in gauges and float(value):
                 return f"{name}{labels} is {value}"
-        known = set(re.findall(r'^kvferry_router_cache_blocks\{engine="([^"]+)"', text, re.M))
-        if strange := known - {engine["url"] for engine in live["engines"]}:
-            return f"the index has engines that were removed: {sorted(strange)}"
         for engine in live["engines"]:
             if engine["waiting_tokens"] or engine["running"]:
                 return f"work is counted that is over: {engine}"
-        return ""
+        return await self._strangers()
+
+    async def no_strangers(self) -> None:
+        """Wait until the index has no engine that was removed. Raises Broken."""
+        await self._until(self._strangers)
+
+    async def _strangers(self) -> str:
+        text, live = await self.metrics(), await self.live()
+        known = set(re.findall(r'^kvferry_router_cache_blocks\{engine="([^"]+)"', text, re.M))
+        strange = known - {engine["url"] for engine in live["engines"]}
+        return f"the index has engines that were removed: {sorted(strange)}" if strange else ""
 
     def read_log(self) -> dict[str, tuple[str, int]]:
         """Outcome and status of each request by its name. Raises Broken."""
@@ -263,6 +273,10 @@ class World:
                         raise Broken(f"{name} ended twice: {said[name]}, {outcome} {status}")
                     said[name] = (outcome, status)
         return said
+
+    def handed_over(self) -> int:
+        """Requests that one engine prefilled and another one decoded."""
+        return sum(bool(_HANDED_OVER.search(line)) for r in self.routers for line in list(r.log))
 
     def _unsaid(self) -> str:
         """Compare what clients saw with what the router says. Raises Broken."""

@@ -22,6 +22,7 @@ import asyncio
 import enum
 import ipaddress
 import resource
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,9 +60,7 @@ _MAX_EARLY_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
 _RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
-# Each connection may need one descriptor for the client, one for a busy and one for an idle
-# connection to an engine, and one for a connection that the event loop has accepted ahead.
-_FILES_EACH = 4
+_MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
 
 
 def address_of(client: tuple[str, int] | None) -> str:
@@ -363,7 +362,7 @@ class Guard:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.most = _connections_by_files(limits.max_connections)
+        self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
         self._stages: dict[_Stage, dict[ClientConnection, None]] = {stage: {} for stage in _Stage}
@@ -372,7 +371,8 @@ class Guard:
     @property
     def backlog(self) -> int:
         """Connections that the event loop accepts at once, before any of them is admitted."""
-        return max(1, self.most // 2)  # the loop accepts up to twice before `admit` is called
+        # The loop accepts up to twice before `admit` is called.
+        return max(1, min(self.most, _MOST_AHEAD) // 2)
 
     def admit(self, new: ClientConnection) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
@@ -415,9 +415,17 @@ class Guard:
         loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
 
 
-def _connections_by_files(wanted: int) -> int:
+def _connections_by_files(limits: Limits) -> int:
     """How many connections the limit of descriptors allows, which is raised as far as needed."""
-    needed = _OWN_FILES + _FILES_EACH * wanted
+
+    def files(connections: int) -> int:
+        # A request in flight may need one descriptor for a busy and one for an idle connection to
+        # an engine. An idle client needs neither.
+        ahead = min(connections, _MOST_AHEAD)
+        return _OWN_FILES + connections + ahead + 2 * min(connections, limits.max_in_flight)
+
+    wanted = limits.max_connections
+    needed = files(wanted)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY:
@@ -425,8 +433,8 @@ def _connections_by_files(wanted: int) -> int:
     elif soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
-    if soft < _OWN_FILES + _FILES_EACH:
+    if soft < files(1):
         raise DescriptionError(
             f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
         )
-    return min(wanted, (soft - _OWN_FILES) // _FILES_EACH)
+    return bisect_right(range(wanted + 1), soft, key=files) - 1

@@ -155,6 +155,11 @@ class Placing:
     def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
         return place(prompt, views, self._random)
 
+    def sent(self, engine: str, chain: PromptChain) -> None:
+        """An engine gets a prompt, which it will hold."""
+        if self._fleet.get(engine) is not None:  # else it was removed, and its requests go on
+            self.index.sent(engine, chain)
+
     # Engines come and go
 
     def _changed(self, change: FleetChange) -> None:
@@ -417,7 +422,7 @@ class Placement:
     def _believe(self, engine: str) -> None:
         """An engine that gets a prompt will hold it, unless it fails."""
         if self._chain is not None:
-            self._placing.index.sent(engine, self._chain)
+            self._placing.sent(engine, self._chain)
             self._unsure = engine
 
     def _read_cached(self, data: bytes) -> None:
@@ -432,7 +437,7 @@ class Placement:
         if index.state(engine) != "live":
             # Nothing of what it was sent is there: it was started again, or emptied.
             index.forget(engine)
-            index.sent(engine, chain)
+            self._placing.sent(engine, chain)
 
 
 @dataclass(frozen=True, slots=True)
