@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=0, help="faults among real engines, after")
     parser.add_argument("--router", type=int, default=0, help="faults around a router, after")
     parser.add_argument(
-        "--idle", type=int, default=10_000, help="connections held before a router, after its faults"
+        "--idle",
+        type=int,
+        default=10_000,
+        help="connections held before a router, after its faults",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, help="play rounds from this one, and keep nothing")

@@ -42,7 +42,18 @@ def test_the_limit_of_descriptors_bounds_connections(
 def test_a_few_faults_around_a_router() -> None:
     """A few of `make chaos`: right answers or errors, and nothing left."""
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), "--router", "8", "--idle", "0", "--seed", "3", "--first", "0"],
+        [
+            sys.executable,
+            str(SCRIPT),
+            "--router",
+            "8",
+            "--idle",
+            "0",
+            "--seed",
+            "3",
+            "--first",
+            "0",
+        ],
         capture_output=True,
         text=True,
         timeout=200,

@@ -99,7 +99,9 @@ async def ask(asked: Asked, port: int) -> Ended:
         async with asyncio.timeout(DEADLINE_SECONDS):
             left = await _exchange(asked, port, got)
     except TimeoutError:
-        raise Broken(f"{asked.name} ({asked.manner}) has no end in {DEADLINE_SECONDS:g} s") from None
+        raise Broken(
+            f"{asked.name} ({asked.manner}) has no end in {DEADLINE_SECONDS:g} s"
+        ) from None
     if left:
         return Ended(asked, "left", got.status)
     return Ended(asked, _judge(asked, got), got.status)

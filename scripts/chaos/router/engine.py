@@ -229,9 +229,7 @@ class Engine:
         await writer.drain()
         return act not in ("cut", "long length")
 
-    async def _stream(
-        self, writer: asyncio.StreamWriter, seed: str, count: int, act: str
-    ) -> bool:
+    async def _stream(self, writer: asyncio.StreamWriter, seed: str, count: int, act: str) -> bool:
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             b"transfer-encoding: chunked\r\n\r\n"

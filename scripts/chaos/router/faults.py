@@ -84,11 +84,12 @@ async def drained(r: Round) -> None:
 
 async def removed(r: Round) -> None:
     """At once, while requests run there, and some on their way; it comes back as a new engine."""
+    r.hit = r.rng.choice(r.world.of_role("decode"))
     for engine in r.world.of_role("prefill"):
         await r.world.tell(engine, *["slow"] * r.requests)
     await r.a_moment()
     await r.world.admin("DELETE", r.hit)
-    if r.rng.random() < 0.5:
+    if r.rng.random() < 0.25:
         await r.world.admin("POST", r.hit, r.hit.spec)
 
 

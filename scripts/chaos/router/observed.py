@@ -1,6 +1,6 @@
 """`kvferry router` as a user starts it; SIGUSR1 writes which tasks its event loop has.
 
-    python observed.py FILE router ...
+python observed.py FILE router ...
 """
 
 from __future__ import annotations

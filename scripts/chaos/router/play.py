@@ -33,9 +33,7 @@ def fault_of(seed: int, number: int) -> str:
     return order[at]
 
 
-async def _play(
-    outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bool]
-) -> None:
+async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bool]) -> None:
     async with world() as made:
         await made.all_up()
         await _fly(made, [_warm_up(seed, n) for n in range(_WARM_UP_REQUESTS)])
