@@ -49,8 +49,8 @@ matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ 
 pressure: $(VLLM_VENV)/.done  ## real engines with few blocks: rings, both engines at once; prints figures
 	$(VLLM_BIN)/python -m pytest -s tests/vllm/test_pressure_engines.py -m matrix
 
-chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines; seeds replay
-	$(VLLM_BIN)/python scripts/chaos --faults 500 --engines 25
+chaos: $(VLLM_VENV)/.done  ## 500 random faults among peers, 25 among real engines, 200 around a router; seeds replay
+	$(VLLM_BIN)/python scripts/chaos --faults 500 --engines 25 --router 200
 
 fuzz: $(VENV)/.done  ## hostile frames, requests and files; FRAMES=1000000 for the long run, SEED= replays
 	$(BIN)/python scripts/fuzz --frames $(or $(FRAMES),100000) $(if $(SEED),--seed $(SEED))

@@ -54,8 +54,9 @@ async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[s
         requests, said = len(made.ended), made.read_log()
         print(
             f"\n{requests} requests, each with one outcome ({len(said)} in the routers' logs, "
-            f"{len(made.routers)} routers), {made.handed_over()} handed over; tasks {before.tasks.total()} before, "
-            f"{now.tasks.total()} after; files {before.files}, {now.files}; memory "
+            f"{len(made.routers)} routers), {made.handed_over()} handed over; tasks "
+            f"{before.tasks.total()} before, {now.tasks.total()} after; files "
+            f"{before.files}, {now.files}; memory "
             f"{before.memory_bytes >> 20} MiB, {now.memory_bytes >> 20} after, "
             f"{most_bytes >> 20} at most"
         )

@@ -136,7 +136,6 @@ class World:
     port: int = 0
     routers: list[RouterProcess] = field(default_factory=list)  # the last one serves
     ended: list[Ended] = field(default_factory=list)
-    _lines: list[int] = field(default_factory=list)  # of each router's log that were read
 
     @property
     def router(self) -> RouterProcess:
@@ -162,7 +161,6 @@ class World:
             lambda: RouterProcess(pair, limits, None, None, more, self.port, program=program)
         )
         self.routers.append(made)
-        self._lines.append(0)
         self.port = made.port
 
     async def admin(self, method: str, engine: EngineProcess, body: Any = None) -> None:
@@ -216,7 +214,7 @@ class World:
             nonlocal now
             if found := await self._held():
                 return found
-            if "" != (found := self._unsaid()):
+            if found := self._unsaid():
                 return found
             now = Level(self.router.files(), await self._tasks(), self.router.memory_bytes())
             if before is None:
