@@ -104,7 +104,7 @@ class Game:
         try:
             if todo:
                 self.play(outcomes, todo, after)
-        except (Broken, KvferryError, AssertionError, OSError, ExceptionGroup) as error:
+        except (Broken, KvferryError, AssertionError, OSError) as error:
             number = first + outcomes.played
             options = {"engines": "--engines 1 --faults 0", "router": "--router 1 --idle 0"}
             option = options.get(self.name, "--faults 1")

@@ -83,8 +83,11 @@ async def _round(made: World, outcomes: Outcomes, seed: int, number: int, name: 
 
 async def _fly(made: World, all_asked: list[Asked]) -> list[str]:
     """Send requests, and wait for all of them. Raises Broken."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask(asked, made.port)) for asked in all_asked]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(asked, made.port)) for asked in all_asked]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     ended = [task.result() for task in tasks]
     made.ended += ended
     return [e.end for e in ended]
