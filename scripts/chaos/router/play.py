@@ -14,6 +14,7 @@ from router_crowd import hold_a_crowd
 
 _WARM_UP_REQUESTS = 60
 _SETTLE_EVERY = 50
+_QUIET_SECONDS = 3.0  # after which the router has closed connections to engines that it used
 
 
 def play(
@@ -26,9 +27,16 @@ def play(
 
 
 def fault_of(seed: int, number: int) -> str:
-    """Every cycle of rounds has every fault once, in an order of its own."""
-    cycle, at = divmod(number, len(FAULTS))
+    """Every cycle of rounds has every fault once, in an order of its own.
+
+    Only the first one replaces the router, so that the next router lives long enough to leak.
+    """
+    cycle, at = 0, number
     order = list(FAULTS)
+    if number >= len(FAULTS):
+        order.remove("router replaced")
+        cycle, at = divmod(number - len(FAULTS), len(order))
+        cycle += 1
     Random(f"{seed}-order-{cycle}").shuffle(order)
     return order[at]
 
@@ -37,6 +45,7 @@ async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[s
     async with world() as made:
         await made.all_up()
         await _fly(made, [_warm_up(seed, n) for n in range(_WARM_UP_REQUESTS)])
+        await asyncio.sleep(_QUIET_SECONDS)
         before = await made.settled()
         most_bytes = 0
         for number in rounds:
