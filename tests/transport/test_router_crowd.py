@@ -46,7 +46,7 @@ def test_a_few_faults_around_a_router() -> None:
             sys.executable,
             str(SCRIPT),
             "--router",
-            "8",
+            "6",
             "--idle",
             "0",
             "--seed",
