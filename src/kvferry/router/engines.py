@@ -44,6 +44,7 @@ import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
+from kvferry.router.connections import EngineTransport
 from kvferry.router.guard import RequestMemory
 from kvferry.router.live import Placed
 from kvferry.router.turns import Turns
@@ -271,14 +272,12 @@ class Fleet:
         self._probes: set[asyncio.Task[None]] = set()
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
+        tls = httpx.create_ssl_context(verify=trusting(ca_file), trust_env=False)
         self.client = httpx.AsyncClient(
             trust_env=False,
-            verify=trusting(ca_file),
-            timeout=httpx.Timeout(None, connect=limits.connect_seconds),
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=_IDLE_CONNECTIONS,
-                keepalive_expiry=_KEEPALIVE_SECONDS,
+            timeout=None,  # every use has a deadline of its own
+            transport=EngineTransport(
+                tls, _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
             ),
         )
         for spec in specs:
