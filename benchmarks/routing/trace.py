@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies on one trace: `kvferry simulate`'s results as ratios, and the bars that they must meet.
-
-`prefix-hash` gets the number of blocks that suits it best at each load, so that `cost` is compared
-with the best that a hash can do.
-"""
+"""Policies on one trace: `kvferry simulate`'s results as ratios, and the bars that they must meet."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.simulate.engine import MEASURED, read_rates
-from kvferry.simulate.run import FleetShape, Plan, Policy, Result, simulate
+from kvferry.simulate.run import FleetShape, Plan, Policy, simulate
 from kvferry.simulate.trace import read_trace
 
 NAMES: tuple[Policy, ...] = ("cost", "round-robin", "least-loaded", "prefix-hash")
-HASH_BLOCKS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,6 @@ class Comparison:
     speed: float  # times the trace's own load
     hit_rate: dict[Policy, float]
     p90_seconds: dict[Policy, float]  # first token
-    hash_blocks: int  # that gave prefix-hash its best p90
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {bar.what: bar.ratio(self) for bar in BARS}
@@ -63,20 +57,12 @@ def compare(file: Path, engines: str, speeds: Sequence[float]) -> list[Compariso
     found = []
     for speed in speeds:
         faster = whole.faster(speed)
-
-        def run(policy: Policy, hash_blocks: int = 2) -> Result:
-            return simulate(faster, Plan(policy, shape, rates, hash_blocks=hash_blocks))  # noqa: B023
-
-        results: dict[Policy, Result] = {name: run(name) for name in NAMES[:-1]}
-        hashed = {blocks: run("prefix-hash", blocks) for blocks in HASH_BLOCKS}
-        best = min(hashed, key=lambda blocks: hashed[blocks].first_token.p90)
-        results["prefix-hash"] = hashed[best]
+        results = {name: simulate(faster, Plan(name, shape, rates)) for name in NAMES}
         found.append(
             Comparison(
                 speed,
                 {name: result.hit_rate for name, result in results.items()},
                 {name: result.first_token.p90 for name, result in results.items()},
-                best,
             )
         )
     return found

@@ -196,9 +196,9 @@ class _Connection(asyncio.Protocol):
         self._transport.writelines([part for part in parts if part])
 
     async def head(self) -> h11.Response:
-        while not isinstance(event := await self._next(), h11.Response):
-            if event.status_code == 101:  # type: ignore[union-attr]  # informational
-                raise httpx.RemoteProtocolError("the engine wants another protocol")
+        while not isinstance(event := self._parsed(), h11.Response):  # 1xx are passed over
+            if event is None:
+                await self._more()
         return event
 
     async def body(self) -> AsyncIterator[bytes]:
@@ -219,8 +219,11 @@ class _Connection(asyncio.Protocol):
 
     def done(self) -> None:
         """Its request is over: keep the connection if it is at the end of an answer."""
-        whole = self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
-        if not whole or self._ended or self._unread or self._transport.is_closing():
+        ours, theirs = self._h11.our_state, self._h11.their_state
+        whole = ours is h11.DONE and theirs is h11.DONE
+        # Bytes behind an answer would be taken for another client's.
+        more = self._unread or self._h11.trailing_data[0]
+        if not whole or more or self._ended or self._transport.is_closing():
             self.close()
             return
         self._h11.start_next_cycle()
@@ -230,11 +233,6 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self._pool.lost(self)
         self._transport.abort()
-
-    async def _next(self) -> _EVENTS:
-        while (event := self._parsed()) is None:
-            await self._more()
-        return event
 
     def _parsed(self) -> _EVENTS | None:
         """The next event; None: more data is needed. Raises httpx.RemoteProtocolError."""
