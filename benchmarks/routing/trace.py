@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies on one trace: `kvferry simulate`'s results as ratios, and the bars that they must meet."""
+"""Policies on one trace: `kvferry simulate`'s results as ratios, and the bars to meet."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ import httpx
 
 _MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
-_NEXT_ADDRESS_SECONDS = 0.25  # until another address of a name is tried too
 _EVENTS = h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage
 
 
@@ -90,7 +89,6 @@ class EngineTransport(httpx.AsyncBaseTransport):
                     origin.host.strip("[]"),
                     origin.port,
                     ssl=self._tls if origin.secure else None,
-                    happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
                 )
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection in {self._connect_seconds:g} s") from error
