@@ -178,10 +178,12 @@ class _Client:
             answer += data
             if not first and b"data:" in answer:
                 first = time.perf_counter() - begun
-            if not data:
-                raise KvferryError(f"an answer broke off: {answer[:300]!r}")
-        good = answer.startswith(b"HTTP/1.1 200") and DONE in answer
-        if not good or answer.count(b"data:") != self._events + 1:
+            if not data or not answer.startswith(b"HTTP/1.1 200"):
+                raise KvferryError(
+                    f"expected a stream, found {answer[:400]!r}; 429 means that this machine is "
+                    "too slow or too busy for the rate: ask for less with --per-second"
+                )
+        if DONE not in answer or answer.count(b"data:") != self._events + 1:
             raise KvferryError(f"not the engine's answer: {answer[:300]!r}")
         self._idle.append((reader, writer))
         return first
