@@ -32,6 +32,10 @@ def main(
     tokens: Annotated[int, typer.Option(help="overhead: of a prompt.", min=8)] = 1000,
     delay_ms: Annotated[float, typer.Option(help="overhead: of the engine.", min=0)] = 20.0,
     events: Annotated[int, typer.Option(help="overhead: of an answer.", min=1)] = 8,
+    most_others: Annotated[
+        float, typer.Option(help="overhead: other programs' share, in a round that counts.")
+    ] = 1.0,
+    patience_seconds: Annotated[float, typer.Option(help="overhead: for such rounds.")] = 300.0,
     file: Annotated[
         Path | None, typer.Option("--trace", help="trace: JSON lines (docs/routing.md).")
     ] = None,
@@ -44,7 +48,16 @@ def main(
     """What the router costs, and what it gains."""
     with refusals():
         if part is Part.OVERHEAD:
-            load = overhead.Load(per_second, seconds, rounds, tokens, delay_ms, events)
+            load = overhead.Load(
+                per_second,
+                seconds,
+                rounds,
+                tokens,
+                delay_ms,
+                events,
+                most_others,
+                patience_seconds,
+            )
             results = overhead.measure(load)
             if as_json:
                 print_json({"load": asdict(load), "cases": [asdict(each) for each in results]})
@@ -68,13 +81,23 @@ def _print_overhead(load: overhead.Load, results: list[overhead.CaseResult]) -> 
         highlight=False,
         soft_wrap=True,
     )
-    head = ("case", "requests", "p50", "p99", "added p50", "added p99", "router ms", "bar")
+    head = (
+        "case",
+        "requests",
+        "p50",
+        "p99",
+        "added p50",
+        "added p99",
+        "router ms",
+        "others",
+        "bar",
+    )
     rows = []
     for each in results:
         row = [each.case, f"{each.requests:,}", f"{each.p50_ms:.1f}", f"{each.p99_ms:.1f}"]
         if each.case != overhead.ALONE:
             row += [f"{each.added_p50_ms:.1f}", f"{each.added_p99_ms:.1f}", f"{each.router_ms:.2f}"]
-            row += ["met" if each.met else "NOT MET"]
+            row += [f"{each.others * 100:.0f} %", "met" if each.met else "NOT MET"]
         rows.append(row + [""] * (len(head) - len(row)))
     console.print(table(head, rows))
     console.print(f"The bar: p99 at most {overhead.P99_ADDED_MS:g} ms added.", highlight=False)

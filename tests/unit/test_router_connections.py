@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router's connections to engines, against servers on loopback that answer byte by byte."""
 
 from __future__ import annotations

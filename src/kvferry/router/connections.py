@@ -27,6 +27,7 @@ import httpx
 
 _MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
+_SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
 _EVENTS = h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage
 
 
@@ -84,6 +85,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
     async def _connect(self, origin: _Origin) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_seconds):
+                # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self, origin),
                     origin.host.strip("[]"),
@@ -191,7 +193,11 @@ class _Connection(asyncio.Protocol):
             parts.append(self._h11.send(h11.EndOfMessage()))
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError(str(error)) from error
-        self._transport.writelines([part for part in parts if part])
+        if len(body) <= _SMALL_BYTES:
+            parts = [b"".join(part for part in parts if part)]
+        for part in parts:
+            if part:
+                self._transport.write(part)
 
     async def head(self) -> h11.Response:
         while not isinstance(event := self._parsed(), h11.Response):  # 1xx are passed over

@@ -36,6 +36,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -473,7 +474,7 @@ class Fleet:
         """
         request = httpx.Request(
             asked.method,
-            engine.url + asked.path,
+            _parsed_url(engine.url + asked.path),
             headers=[*asked.headers, (b"x-request-id", asked.request_id)],
             content=body,
         )
@@ -556,8 +557,7 @@ class Fleet:
         task.add_done_callback(self._probes.discard)
 
     async def _keep_probing(self, engine: UpstreamEngine, at_once: bool) -> None:
-        """Probe until the engine is removed. A task that is cancelled while it talks to an engine
-        could leave its connection behind, so that only happens when the router ends."""
+        """Probe until the engine is removed, which lets a probe that is under way end."""
         while not engine.removed:
             if not at_once:
                 await asyncio.sleep(self._limits.probe_every_seconds)
@@ -586,6 +586,11 @@ class Fleet:
             self.turns.give()  # if that widened a trial
         else:
             engine.failed(f"/health answered {response.status_code}")
+
+
+@lru_cache(4 * 256)  # routes of engines
+def _parsed_url(url: str) -> httpx.URL:
+    return httpx.URL(url)
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
