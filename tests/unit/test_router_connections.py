@@ -167,7 +167,7 @@ def test_a_connection_that_was_closed_a_moment_ago_is_not_used() -> None:
 def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
     async def run() -> None:
         server = bytes_of(WHOLE)
-        async with asking(server) as (client, url, pool):
+        async with asking(server, idle_seconds=60.0) as (client, url, pool):
             await client.get(url)
             server.writers[0].write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
             await until(lambda: not pool._all)
