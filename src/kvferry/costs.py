@@ -14,7 +14,10 @@ import numpy as np
 
 ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
 MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
+FEW = 8  # new observations that may wait for `refit_seconds`
 SPREAD = 1.5  # second largest size by second smallest; below, they do not tell the fixed part
+
+_MOST_BESIDE = 4  # slopes that are asked for in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +35,18 @@ class CostLine:
     disk, a machine that stands still. Least squares would follow them.
 
     forget_seconds  older observations go, except for the latest few
+    refit_seconds   a few new observations count only when the last fit is that old, so that a busy
+                    caller does not make one for each of them
     """
 
-    def __init__(self, forget_seconds: float = math.inf) -> None:
+    def __init__(self, forget_seconds: float = math.inf, refit_seconds: float = 0.0) -> None:
         self._forget = forget_seconds
+        self._refit = refit_seconds
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=MOST)  # size, seconds, when
         self._fit: Fit | None = None
-        self._beside: Fit | None = None  # of `fit_beside`, for the slope that it was last asked for
-        self._beside_slope = math.nan
-        self._new = False
+        self._fitted_at = -math.inf
+        self._beside: dict[float, Fit] = {}  # of `fit_beside`, by the slope; the last few
+        self._new = 0  # observations since the last fit
 
     def add(self, size: float, seconds: float, now: float) -> None:
         """Impossible observations are left out, whatever a clock or a rank said."""
@@ -49,14 +55,17 @@ class CostLine:
         self._seen.append((size, seconds, now))
         while len(self._seen) > ENOUGH and self._seen[0][2] < now - self._forget:
             self._seen.popleft()
-        self._new = True
+        self._new += 1
 
     def fit(self) -> Fit | None:
-        if self._new and len(self._seen) >= ENOUGH:
+        if not self._new or len(self._seen) < ENOUGH:
+            return self._fit
+        latest = self._seen[-1][2]
+        if self._new >= FEW or abs(latest - self._fitted_at) >= self._refit:
             sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
             self._fit = _fit(sizes, seconds)
-            self._beside_slope = math.nan
-        self._new = False
+            self._fitted_at, self._new = latest, 0
+            self._beside.clear()
         return self._fit
 
     def fit_beside(self, slope: float, most_fixed: float) -> Fit | None:
@@ -65,12 +74,15 @@ class CostLine:
         fit = self.fit()
         if fit is None or not fit.guessed or fit.slope <= slope:
             return fit
-        if slope != self._beside_slope:
+        beside = self._beside.get(slope)
+        if beside is None:
             sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
             fixed = min(most_fixed, max(0.0, float(np.median(seconds - slope * sizes))))
             more = max(slope, float(np.median((seconds - fixed) / sizes)))
-            self._beside, self._beside_slope = Fit(fixed, more, guessed=True), slope
-        return self._beside
+            if len(self._beside) >= _MOST_BESIDE:
+                self._beside.clear()
+            beside = self._beside[slope] = Fit(fixed, more, guessed=True)
+        return beside
 
 
 def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.costs import ENOUGH
+from kvferry.costs import ENOUGH, FEW, CostLine
 from kvferry.router.choice.model import Role
 from kvferry.router.choice.rates import (
     PREFILL,
@@ -229,3 +229,31 @@ def test_answers_are_expected_to_be_as_long_as_others(fleet: FleetMeter):
     assert fleet.output_tokens(None) == 200
     assert fleet.output_tokens(1000) == 200
     assert fleet.output_tokens(0) == 1
+
+
+def test_a_few_observations_wait_for_the_next_fit():
+    line = CostLine(refit_seconds=0.5)
+    for size in range(1, ENOUGH + 1):
+        line.add(100.0 * size, 0.1 * size, 10.0)
+    first = line.fit()
+    assert first is not None and first.slope == pytest.approx(0.001)
+    for _ in range(FEW - 1):
+        line.add(1000.0, 2.0, 10.1)
+    assert line.fit() is first  # and the one that is asked for beside a slope stays as well
+    line.add(1000.0, 2.0, 10.6)
+    later = line.fit()
+    assert later is not None and later.slope > 0.0015
+    for _ in range(FEW):  # many do not wait
+        line.add(1000.0, 4.0, 10.7)
+    assert line.fit() is not later
+
+
+def test_fits_beside_several_slopes_follow_new_observations():
+    line = CostLine()
+    for _ in range(ENOUGH):
+        line.add(100.0, 0.2, 1.0)
+    before = [line.fit_beside(slope, 1.0) for slope in (1e-4, 2e-4, 1e-4, 2e-4)]
+    assert before[:2] == before[2:] and before[0] != before[1]
+    for _ in range(32):
+        line.add(100.0, 0.4, 2.0)
+    assert line.fit_beside(1e-4, 1.0) != before[0] and line.fit_beside(2e-4, 1.0) != before[1]

@@ -280,8 +280,7 @@ async def _unless_gone(work: Awaitable[None], receive: Receive, deadline: float)
     """Do the work. If the client disconnects, cancel it and raise ClientGone; _DeadlineOver if it
     takes longer than until `deadline`, in the loop's time.
 
-    This cancels by anyio, like httpx. If asyncio's own cancellation meets httpx at the wrong
-    moment, the connection to the engine is never used again and never closed.
+    This cancels by anyio, whose scope knows its own cancellation from that of a server that stops.
     """
     leaving = asyncio.create_task(_disconnect(receive))
     gone = False

@@ -26,6 +26,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 import h11
@@ -65,8 +66,13 @@ _MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are
 
 def address_of(client: tuple[str, int] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
+    return _customer(client[0].partition("%")[0] if client else "")
+
+
+@lru_cache(1024)
+def _customer(host: str) -> str:
     try:
-        address = ipaddress.ip_address(client[0].partition("%")[0] if client else "")
+        address = ipaddress.ip_address(host)
     except ValueError:
         return ""  # a Unix socket
     if address.version == 4:

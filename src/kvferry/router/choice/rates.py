@@ -48,6 +48,7 @@ STEP_GROWTH_SECONDS = 0.0004  # for each request, with a context of 12,000 token
 WINDOW_SECONDS = 2.0
 MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
+REFIT_SECONDS = 0.5  # a fit takes 0.1 ms, which not every request should pay for every engine
 MEAN_OF = 32  # prompts, for the work of requests that are not this router's
 STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
 OUTPUT_TOKENS = 256  # of an answer, until some were seen
@@ -104,9 +105,9 @@ class EngineMeter:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._prefill = CostLine(FORGET_SECONDS)
-        self._step = CostLine(FORGET_SECONDS)
-        self._receive = CostLine(FORGET_SECONDS)
+        self._prefill = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self._step = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self._receive = CostLine(FORGET_SECONDS, REFIT_SECONDS)
         self._pending: dict[PrefillVisit, None] = {}  # the oldest first
         self._streams: dict[StreamVisit, None] = {}
         self._works: deque[float] = deque(maxlen=MEAN_OF)

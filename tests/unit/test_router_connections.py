@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's connections to engines, against servers on loopback that answer byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from kvferry.router.connections import EngineTransport
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Odd: A\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Server:
+    """Reads one request, then does as told, until the connection is closed."""
+
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    port: int = 0
+    connections: int = 0
+    requests: list[bytes] = field(default_factory=list)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.append(writer)
+        try:
+            while True:
+                self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+                await self.answer(reader, writer)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            writer.close()
+
+
+def bytes_of(*parts: bytes, close: bool = False) -> Server:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if close:
+            writer.close()
+
+    return Server(answer)
+
+
+@asynccontextmanager
+async def asking(
+    server: Server, most_idle: int = 4, idle_seconds: float = 5.0
+) -> AsyncIterator[tuple[httpx.AsyncClient, str, EngineTransport]]:
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.port = listening.sockets[0].getsockname()[1]
+    pool = EngineTransport(ssl.create_default_context(), most_idle, idle_seconds, 1.0)
+    try:
+        async with httpx.AsyncClient(transport=pool, timeout=None, trust_env=False) as client:
+            async with asyncio.timeout(20):
+                yield client, f"http://127.0.0.1:{server.port}/x", pool
+    finally:
+        listening.close()
+        for writer in server.writers:
+            writer.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_connection_is_used_again_and_answers_are_as_they_came() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE)
+        async with asking(server) as (client, url, _):
+            for _ in range(3):
+                answer = await client.get(url, headers={"X-Mine": "b"})
+                assert (answer.status_code, answer.content) == (200, b"ok")
+                assert (b"X-Odd", b"A") in answer.headers.raw
+            assert server.connections == 1
+            assert b"GET /x HTTP/1.1\r\n" in server.requests[2]
+            assert b"X-Mine: b\r\n" in server.requests[2]
+
+    asyncio.run(run())
+
+
+def test_an_answer_in_single_bytes_is_whole() -> None:
+    body = b"3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
+    parts = [bytes([byte]) for byte in b"HTTP/1.1 103 Early Hints\r\n\r\n" + CHUNKED + body]
+
+    async def run() -> None:
+        server = bytes_of(*parts)
+        async with asking(server) as (client, url, _):
+            assert (await client.get(url)).content == b"abcdefg"
+            assert (await client.get(url)).content == b"abcdefg"
+            assert server.connections == 1
+
+    asyncio.run(run())
+
+
+def test_chunks_that_come_together_are_one_piece() -> None:
+    async def run() -> None:
+        server = bytes_of(CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+        async with asking(server) as (client, url, _), client.stream("GET", url) as answer:
+            assert [piece async for piece in answer.aiter_raw()] == [b"ab"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (b"", "without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "without an answer"),
+        (CHUNKED + b"5\r\nab", "closed connection"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", "closed connection"),
+        (b"\x00garbage\r\n\r\n", "illegal"),
+        (b"HTTP/1.1 101 Switch\r\nupgrade: x\r\n\r\n", "upgrade"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (200 << 10), ""),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_and_its_connection_goes(
+    answer: bytes, what: str
+) -> None:
+    async def run() -> None:
+        async with asking(bytes_of(answer, close=True)) as (client, url, pool):
+            with pytest.raises(httpx.RemoteProtocolError, match=f"(?i){what}"):
+                await client.get(url)
+            assert not pool._all and not pool._idle
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_ends_with_its_connection_is_whole_and_the_next_gets_a_new_one() -> None:
+    async def run() -> None:
+        server = bytes_of(b"HTTP/1.1 200 OK\r\n\r\nto the end", close=True)
+        async with asking(server) as (client, url, pool):
+            for count in (1, 2):
+                assert (await client.get(url)).content == b"to the end"
+                assert server.connections == count and not pool._all
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_was_closed_a_moment_ago_is_not_used() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE)
+        async with asking(server) as (client, url, _):
+            await client.get(url)
+            server.writers[0].transport.abort()
+            await asyncio.sleep(0)  # the server's loop closes it; the client's has not looked
+            time.sleep(0.05)
+            assert (await client.get(url)).content == b"ok"
+            assert server.connections == 2
+
+    asyncio.run(run())
+
+
+def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE)
+        async with asking(server, idle_seconds=60.0) as (client, url, pool):
+            await client.get(url)
+            server.writers[0].write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+            await until(lambda: not pool._all)
+            assert (await client.get(url)).content == b"ok"
+
+    asyncio.run(run())
+
+
+def test_bytes_behind_an_answer_are_not_the_next_one() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        async with asking(server) as (client, url, _):
+            for count in (1, 2):
+                assert (await client.get(url)).content == b"ok"
+                assert server.connections == count
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sent", [b"", CHUNKED + b"1\r\na\r\n"])
+def test_a_cancelled_request_closes_its_connection(sent: bytes) -> None:
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(sent)
+            assert await reader.read() == b""
+            gone.set()
+
+        async with asking(Server(answer)) as (client, url, pool):
+            task = asyncio.create_task(client.get(url))
+            await until(lambda: bool(pool._all))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not pool._all
+            await asyncio.wait_for(gone.wait(), 5)
+
+    asyncio.run(run())
+
+
+def test_an_engine_waits_for_a_client_that_does_not_read() -> None:
+    size, sent = 64 << 20, 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        while sent < size:
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            sent += 1 << 20
+
+    async def run() -> None:
+        async with asking(Server(answer)) as (client, url, pool):
+            async with client.stream("GET", url) as response:
+                await asyncio.sleep(0.3)
+                (connection,) = pool._all
+                assert connection._unread_bytes < 1 << 20 and sent < size // 2
+                read = [len(piece) async for piece in response.aiter_raw()]
+            assert sum(read) == size
+
+    asyncio.run(run())
+
+
+def test_idle_connections_are_few_and_expire() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE)
+        async with asking(server, most_idle=2, idle_seconds=0.2) as (client, url, pool):
+            await asyncio.gather(*(client.get(url) for _ in range(5)))
+            assert server.connections == 5 and len(pool._all) == pool._idle_count == 2
+            await until(lambda: not pool._all)
+            assert not pool._idle and pool._idle_count == 0
+
+    asyncio.run(run())
+
+
+def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:
+    async def run() -> None:
+        server = bytes_of(WHOLE)
+        async with asking(server) as (client, url, pool):
+            with pytest.raises(httpx.LocalProtocolError):
+                await client.get(url, headers=[(b"x", b"a\nb")])
+            assert not pool._all and not server.requests
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient(
+                transport=EngineTransport(ssl.create_default_context(), 1, 1.0, 1.0)
+            ) as client:
+                await client.get(url)
+
+    asyncio.run(run())
