@@ -137,6 +137,8 @@ def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> No
     configs = []
     monkeypatch.setattr(serve, "make_app", lambda config: configs.append(config))
     monkeypatch.setattr(serve.uvicorn.Server, "run", lambda self: None)
+    # it would send the log of this process, for good, to what the runner captures
+    monkeypatch.setattr(serve.uvicorn.Config, "configure_logging", lambda self: None)
     result = CliRunner().invoke(app, ["router", "--decode", "127.0.0.1:8100"])
     assert result.exit_code == 0, result.output
     assert configs[0].prefill == () and configs[0].decode == ("http://127.0.0.1:8100",)

@@ -81,6 +81,7 @@ def test_engines_and_routers_come_and_go(engines: tuple[Engine, Engine], tmp_pat
     assert len({tuple(r[:SHORT]) for r in right.values()}) == STREAMS  # or a mix-up would not show
     more = ["--token-file", str(tmp_path / "token"), "--api-keys", str(tmp_path / "keys")]
     more += ["--engine-key-file", str(tmp_path / "engine")]
+    more += ["--place", "load"]  # by cost, an idle decode engine computes by itself
     limits = {"drain_seconds": 240.0, "probe_every_seconds": 0.5}
     router = RouterProcess([a, b], limits, None, more=more)
     url = f"http://127.0.0.1:{router.port}"
