@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.router.api import Limits
-from kvferry.router.live import CacheNow
+from kvferry.router.page.live import CacheNow
 from live_fleet import Fleet, Served, an_incident
 from router_process import router_process
 

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from kvferry.router.api import Limits
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.guard import LIVE_STREAM
-from kvferry.router.live import CacheNow, EngineNow, LiveState, Placed, RouterNow
-from kvferry.router.page import LivePage, LiveStream
+from kvferry.router.page.live import CacheNow, EngineNow, LiveState, Placed, RouterNow
+from kvferry.router.page.serve import LivePage, LiveStream
 from waiting import wait_until
 
 _LIMITS = Limits()

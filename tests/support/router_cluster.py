@@ -17,8 +17,8 @@ import uvicorn
 
 from kvferry.router.api import EngineSpec, Limits, RouterConfig
 from kvferry.router.app import make_app
-from kvferry.router.engines import Fleet
-from kvferry.router.placing import Placing
+from kvferry.router.fleet.engines import Fleet
+from kvferry.router.placing import Placer
 from waiting import wait_until
 
 QUICK = Limits(
@@ -173,7 +173,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def placing(self) -> Placing:
+    def placing(self) -> Placer:
         """Of a router, to look at."""
         return self.app.state.router.placing
 

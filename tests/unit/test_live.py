@@ -15,11 +15,11 @@ import httpx
 import msgspec
 import pytest
 
-from kvferry.router import live as live_module
-from kvferry.router import page as page_module
 from kvferry.router.api import Limits
 from kvferry.router.choice.model import PARTS, Decision, Option
-from kvferry.router.live import (
+from kvferry.router.page import live as live_module
+from kvferry.router.page import serve as page_module
+from kvferry.router.page.live import (
     CacheNow,
     EngineNow,
     LiveState,
@@ -27,7 +27,7 @@ from kvferry.router.live import (
     RouterNow,
     SlidingCounts,
 )
-from kvferry.router.page import LiveStream
+from kvferry.router.page.serve import LiveStream
 from live_fleet import Fleet, make_app
 
 P, D, E = "http://p:1", "http://d:2", "http://e:3"

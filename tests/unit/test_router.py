@@ -25,7 +25,7 @@ from kvferry.router.api import (
     base_url,
     ticket_of,
 )
-from kvferry.router.engines import UpstreamEngine
+from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply
 from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
 from router_cluster import (

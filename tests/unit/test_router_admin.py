@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, EngineSpec, RouterConfig
+from kvferry.router.fleet.sources import Sources, WatchedFile, addresses, read_fleet, reconcile
 from kvferry.router.keys import EngineKey, Secrets, admin_token
-from kvferry.router.sources import Sources, WatchedFile, addresses, read_fleet, reconcile
 from router_cluster import (
     CHUNKS,
     QUICK,

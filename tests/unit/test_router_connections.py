@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from kvferry.router.connections import EngineTransport
+from kvferry.router.fleet.connections import EngineTransport
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Odd: A\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

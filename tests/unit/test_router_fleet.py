@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import EngineSpec
-from kvferry.router.engines import Fleet, FleetChange
+from kvferry.router.fleet.engines import Fleet, FleetChange
 from router_cluster import QUICK, decoders, quick
 
 

@@ -56,15 +56,15 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep each decision, to look at."""
     from kvferry.router import placing
 
-    decide = placing.Placing.decide
+    decide = placing.Placer.decide
 
-    def kept(self: placing.Placing, *given: Any) -> Decision | None:
+    def kept(self: placing.Placer, *given: Any) -> Decision | None:
         decision = decide(self, *given)
         if decision is not None:
             _decisions.setdefault(id(self), []).append(decision)
         return decision
 
-    monkeypatch.setattr(placing.Placing, "decide", kept)
+    monkeypatch.setattr(placing.Placer, "decide", kept)
 
 
 @pytest.fixture(autouse=True)

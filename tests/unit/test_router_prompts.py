@@ -16,7 +16,7 @@ import uvicorn
 from kvferry.errors import DescriptionError
 from kvferry.router.cache import prompts as prompts_module
 from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, Prompts
+from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, PromptChains
 from waiting import PATIENCE_SECONDS
 
 USUAL = Namespace()
@@ -91,13 +91,13 @@ async def serving(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def with_engine(
-    test: Callable[[Engine, Prompts], Awaitable[None]],
+    test: Callable[[Engine, PromptChains], Awaitable[None]],
 ) -> Callable[[], None]:
     def run() -> None:
         async def inside() -> None:
             engine = Engine()
             async with serving(engine) as client:
-                prompts = Prompts(client, seconds=PATIENCE_SECONDS)
+                prompts = PromptChains(client, seconds=PATIENCE_SECONDS)
                 try:
                     await test(engine, prompts)
                 finally:
@@ -110,7 +110,7 @@ def with_engine(
 
 
 async def ask(
-    prompts: Prompts, engine: Engine, path: str = COMPLETION, key: bytes = b"", **body: Any
+    prompts: PromptChains, engine: Engine, path: str = COMPLETION, key: bytes = b"", **body: Any
 ) -> PromptChain | None:
     headers = [(b"Authorization", key)] if key else []
     return await prompts.chain(engine.url, path, json.dumps(body).encode(), headers)
@@ -126,7 +126,9 @@ def same(chain: PromptChain | None, text: str, namespace: Namespace = USUAL) -> 
 
 
 @with_engine
-async def test_texts_and_chats_are_rendered_by_the_engine(engine: Engine, prompts: Prompts) -> None:
+async def test_texts_and_chats_are_rendered_by_the_engine(
+    engine: Engine, prompts: PromptChains
+) -> None:
     assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
     assert same(await ask(prompts, engine, CHAT, key=b"k1", messages=HELLO, tools=[]), "hello")
     assert engine.seen[-1] == (f"{CHAT}/render", {"messages": HELLO, "tools": []})
@@ -135,7 +137,9 @@ async def test_texts_and_chats_are_rendered_by_the_engine(engine: Engine, prompt
 
 
 @with_engine
-async def test_an_engine_that_does_not_render_tokenizes(engine: Engine, prompts: Prompts) -> None:
+async def test_an_engine_that_does_not_render_tokenizes(
+    engine: Engine, prompts: PromptChains
+) -> None:
     engine.ways = ("tokenize",)
     assert same(await ask(prompts, engine, prompt="hello", max_tokens=4), "hello")
     assert engine.seen[-1] == ("/tokenize", {"prompt": "hello"})
@@ -161,7 +165,9 @@ async def test_an_engine_that_does_not_render_tokenizes(engine: Engine, prompts:
 
 
 @with_engine
-async def test_token_ids_need_no_engine_but_its_models(engine: Engine, prompts: Prompts) -> None:
+async def test_token_ids_need_no_engine_but_its_models(
+    engine: Engine, prompts: PromptChains
+) -> None:
     letters = [ord(letter) for letter in "hello"]
     assert same(await ask(prompts, engine, prompt=letters), "hello")
     assert same(await ask(prompts, engine, prompt=letters), "hello")
@@ -171,7 +177,7 @@ async def test_token_ids_need_no_engine_but_its_models(engine: Engine, prompts: 
 
 
 @with_engine
-async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompts) -> None:
+async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: PromptChains) -> None:
     poet = await ask(prompts, engine, prompt="hello", model="poet")
     assert same(poet, "hello", Namespace(lora="poet"))
     salted = await ask(prompts, engine, prompt="hello", model="base", cache_salt="s")
@@ -191,7 +197,7 @@ def test_models_are_namespaces_where_there_are_several() -> None:
     async def inside() -> None:
         engine = Engine()
         async with serving(engine) as client:
-            prompts = Prompts(client, by_model=True)
+            prompts = PromptChains(client, by_model=True)
             for model, lora in (("base", ""), ("poet", "poet")):
                 chain = await ask(prompts, engine, prompt="hello", model=model)
                 assert same(chain, "hello", Namespace("base", lora))
@@ -201,7 +207,7 @@ def test_models_are_namespaces_where_there_are_several() -> None:
 
 
 @with_engine
-async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: Prompts) -> None:
+async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains) -> None:
     chains = await asyncio.gather(
         *(ask(prompts, engine, prompt="hello", temperature=n) for n in range(20))
     )
@@ -215,7 +221,7 @@ async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: Prompts) -> N
 
 @with_engine
 async def test_a_client_that_leaves_takes_nothing_from_others(
-    engine: Engine, prompts: Prompts
+    engine: Engine, prompts: PromptChains
 ) -> None:
     first = asyncio.create_task(ask(prompts, engine, prompt="hello"))
     second = asyncio.create_task(ask(prompts, engine, prompt="hello"))
@@ -227,7 +233,7 @@ async def test_a_client_that_leaves_takes_nothing_from_others(
 
 
 @with_engine
-async def test_what_cannot_be_told_is_left(engine: Engine, prompts: Prompts) -> None:
+async def test_what_cannot_be_told_is_left(engine: Engine, prompts: PromptChains) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     for path, body in (
         (CHAT, {"messages": [{"role": "user", "content": [image]}]}),
@@ -253,7 +259,7 @@ async def test_what_cannot_be_told_is_left(engine: Engine, prompts: Prompts) -> 
 
 @with_engine
 async def test_an_engine_that_fails_is_left_alone_for_a_while(
-    engine: Engine, prompts: Prompts
+    engine: Engine, prompts: PromptChains
 ) -> None:
     broken: list[int | bytes] = [500, b"no JSON", b'{"token_ids": "x"}']
     engine.script = list(broken)
@@ -274,13 +280,13 @@ def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
         engine = Engine(hang=True)
         loop = asyncio.get_running_loop()
         async with serving(engine) as client:
-            prompts = Prompts(client, seconds=0.2, most_asked=2)
+            prompts = PromptChains(client, seconds=0.2, most_asked=2)
             begun = loop.time()
             chains = await asyncio.gather(*(ask(prompts, engine, prompt=text) for text in "abcd"))
             assert chains == [None] * 4 and loop.time() - begun < PATIENCE_SECONDS / 3
             assert prompts.counts["busy"] == 2
             await prompts.close()
-        prompts = Prompts(client := httpx.AsyncClient(trust_env=False), seconds=5)
+        prompts = PromptChains(client := httpx.AsyncClient(trust_env=False), seconds=5)
         for text in "abcd":
             assert await ask(prompts, engine, prompt=text) is None
         assert prompts.counts["failed"] == 4
@@ -294,7 +300,7 @@ def test_what_is_remembered_is_bounded() -> None:
     async def inside() -> None:
         engine = Engine()
         async with serving(engine) as client:
-            prompts = Prompts(client, seconds=PATIENCE_SECONDS, most_tokens=3000)
+            prompts = PromptChains(client, seconds=PATIENCE_SECONDS, most_tokens=3000)
             for n in range(30):
                 assert await ask(prompts, engine, prompt=f"{n:100}") is not None
                 assert await ask(prompts, engine, prompt=f"{0:100}") is not None
@@ -314,7 +320,7 @@ def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def inside() -> None:
         engine = Engine()
         async with serving(engine) as client:
-            prompts = Prompts(client, seconds=PATIENCE_SECONDS)
+            prompts = PromptChains(client, seconds=PATIENCE_SECONDS)
             assert await ask(prompts, engine, prompt="x" * 100) is not None
             assert await ask(prompts, engine, prompt="x" * 500) is None
             assert prompts.counts["failed"] == 1

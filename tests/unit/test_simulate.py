@@ -18,16 +18,16 @@ from kvferry.simulate.engine import (
     CopyCost,
     EngineRates,
     Gaps,
-    Job,
     ModelledEngine,
     ModelledPool,
     PrefillCost,
     PrefixCache,
-    StepCost,
+    SimulatedRequest,
+    StepTime,
     VirtualClock,
     read_rates,
 )
-from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, Result, simulate
+from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, SimulationResult, simulate
 from kvferry.simulate.trace import OUR_BLOCK_TOKENS, Trace, TraceRequest, read_trace
 
 RATES = read_rates()
@@ -53,7 +53,7 @@ def plan(policy: Policy = "cost", engines: str = "4", **known: object) -> Plan:
     return Plan(policy, FleetShape.read(engines), RATES, **(usual | known))  # type: ignore[arg-type]
 
 
-def counts(result: Result) -> int:
+def counts(result: SimulationResult) -> int:
     return sum(result.hit_tokens.values())
 
 
@@ -173,7 +173,7 @@ def test_two_full_engines_do_not_wait_for_each_other_for_ever():
     a, b = engine("a", 1), engine("b", 2)
     for number, (p, d) in enumerate(((a, b), (b, a))):
         blocks = tuple(range(100 * number, 100 * number + 8))
-        job = Job(TraceRequest(0.0, 512, 10, blocks), d, p)
+        job = SimulatedRequest(TraceRequest(0.0, 512, 10, blocks), d, p)
         d.assigned += 1
         clock.at(0.0, lambda job=job: job.computed_on.submit(job))
     clock.run()
@@ -187,7 +187,7 @@ def test_a_prompt_that_comes_with_a_first_step_takes_nothing_from_it():
         bytes_per_token=1.0,
         cache_bytes=1e6,
         prefill=PrefillCost(1.0, 2.0**-10),
-        step=StepCost(1.0),
+        step=StepTime(1.0),
         transfer=CopyCost(1.0, 1024.0),
     )
     clock, ended = VirtualClock(), []
@@ -198,8 +198,8 @@ def test_a_prompt_that_comes_with_a_first_step_takes_nothing_from_it():
         )
         for name, roles in zip("pd", FleetShape(prefill=1, decode=1).roles(), strict=True)
     )
-    handed = Job(TraceRequest(0.0, 1024, 3, tuple(range(16))), d, p)
-    other = Job(TraceRequest(4.0, 1024, 3, tuple(range(16, 32))), d, None)
+    handed = SimulatedRequest(TraceRequest(0.0, 1024, 3, tuple(range(16))), d, p)
+    other = SimulatedRequest(TraceRequest(4.0, 1024, 3, tuple(range(16, 32))), d, None)
     clock.at(0.0, lambda: p.submit(handed))
     # 1 + 1 s of prefill, 1 + 1 s of transfer; planned then, the prompt comes after the step began.
     clock.at(4.0, lambda: clock.at(4.0, lambda: d.submit(other)))
@@ -214,8 +214,8 @@ def test_long_prompts_are_computed_in_chunks_between_which_others_decode():
     roles = FleetShape(1).roles()[0]
     cache = PrefixCache(2000, BlockMap(), 1)
     engine = ModelledEngine("e", roles, RATES, 64, cache, None, clock, gaps, ended.append)
-    stream = Job(TraceRequest(0.0, 64, 2000, (1,)), engine, None)
-    long = Job(TraceRequest(1.0, 60_000, 2, tuple(range(2, 939))), engine, None)
+    stream = SimulatedRequest(TraceRequest(0.0, 64, 2000, (1,)), engine, None)
+    long = SimulatedRequest(TraceRequest(1.0, 60_000, 2, tuple(range(2, 939))), engine, None)
     clock.at(0.0, lambda: engine.submit(stream))
     clock.at(1.0, lambda: engine.submit(long))
     clock.run()

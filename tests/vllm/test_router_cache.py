@@ -28,7 +28,7 @@ from vllm.distributed.kv_events import (
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStream
 from kvferry.router.cache.index import CacheIndex
-from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, Prompts
+from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, PromptChains
 from tiny_models import TINY, llama_config, make_model
 from vllm_engines import ENVIRONMENT, Engine
 from waiting import PATIENCE_SECONDS
@@ -182,10 +182,10 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     part = index.part(engine.url)
     task = asyncio.create_task(EventStream(index, part, source).run())
     client = httpx.AsyncClient(trust_env=False, timeout=SECONDS)
-    rendered = Prompts(client, seconds=PATIENCE_SECONDS)
-    tokenized = Prompts(client, seconds=PATIENCE_SECONDS)
+    rendered = PromptChains(client, seconds=PATIENCE_SECONDS)
+    tokenized = PromptChains(client, seconds=PATIENCE_SECONDS)
     tokenized._engine(engine.url).render_at = math.inf
-    local = Prompts(client, seconds=PATIENCE_SECONDS, tokenizer=LocalTokenizer(model))
+    local = PromptChains(client, seconds=PATIENCE_SECONDS, tokenizer=LocalTokenizer(model))
     ways = (rendered, tokenized, local)
     cached = 0
     try:

@@ -242,7 +242,7 @@ def _ask(
         import httpx
 
         from kvferry.router.admin import PATH
-        from kvferry.router.engines import trusting
+        from kvferry.router.fleet.engines import trusting
         from kvferry.router.keys import admin_token
     token = admin_token(token_file)
     if token is None:

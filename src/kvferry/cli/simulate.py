@@ -16,7 +16,7 @@ from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, tab
 from kvferry.errors import DescriptionError
 from kvferry.simulate.engine import MEASURED, EngineRates, read_rates
 from kvferry.simulate.page import HEAD, Run, html_page, row
-from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, Result
+from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, SimulationResult
 from kvferry.simulate.run import simulate as run_one
 from kvferry.simulate.trace import Trace, read_trace
 
@@ -120,7 +120,7 @@ def _about(
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    result: Result = run.result
+    result: SimulationResult = run.result
     fields = asdict(result)
     del fields["first_tokens"]
     fields |= {"speed": run.speed, "hit_rate": result.hit_rate}

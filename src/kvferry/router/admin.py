@@ -28,11 +28,11 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import COMMAND_LINE, ROLES, ApiError, EngineSpec, base_url
-from kvferry.router.engines import UpstreamEngine
+from kvferry.router.fleet.engines import UpstreamEngine
+from kvferry.router.fleet.sources import SPEC_FIELDS, read_spec
 from kvferry.router.flow import Router
 from kvferry.router.guard import ClientGone, RequestMemory, address_of, read_body
 from kvferry.router.keys import Secrets
-from kvferry.router.sources import SPEC_FIELDS, read_spec
 
 log = logging.getLogger(__name__)
 PATH = "/admin/engines"

@@ -39,7 +39,7 @@ from kvferry.router.api import (
     end_to_end,
     request_id_of,
 )
-from kvferry.router.engines import EngineFailure, Incoming, UpstreamEngine
+from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
     LIVE_STREAM,
@@ -50,7 +50,7 @@ from kvferry.router.guard import (
     address_of,
     read_body,
 )
-from kvferry.router.page import LivePage, LiveStream
+from kvferry.router.page.serve import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.units import require_port
 

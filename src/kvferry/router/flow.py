@@ -66,19 +66,19 @@ from kvferry.router.api import (
 from kvferry.router.cache.index import IndexStats
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.choice.rates import EngineMeter
-from kvferry.router.engines import (
+from kvferry.router.fleet.engines import (
     AnswerTooLong,
     EngineFailure,
     Fleet,
     Incoming,
     UpstreamEngine,
 )
+from kvferry.router.fleet.sources import Sources
+from kvferry.router.fleet.turns import LineFull, RetryBudget
 from kvferry.router.guard import ClientGone, MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
-from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
-from kvferry.router.placing import Placement, Placing
-from kvferry.router.sources import Sources
-from kvferry.router.turns import LineFull, RetryBudget
+from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
+from kvferry.router.placing import Placer, RequestWay
 
 OUTCOMES = (
     "ok",
@@ -153,7 +153,7 @@ class Router:
             )
             for name, what in LATENCIES.items()
         }
-        self.placing = Placing(self.fleet, config, self.registry)
+        self.placing = Placer(self.fleet, config, self.registry)
         self.live = LiveState(self.now)
 
     def now(self) -> RouterNow:
@@ -301,7 +301,7 @@ class _Trip:
         self._wanted = wanted
         self._reply = reply
         self._body = body
-        self._placement: Placement | None = None
+        self._placement: RequestWay | None = None
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
         self._alone = False  # decode-only by choice, which the next try may change
@@ -602,7 +602,7 @@ class _Trip:
         await self._reply.send(answer)
 
 
-async def _watched(rest: AsyncIterator[bytes], placement: Placement) -> AsyncIterator[bytes]:
+async def _watched(rest: AsyncIterator[bytes], placement: RequestWay) -> AsyncIterator[bytes]:
     """A stream, as it is."""
     async for data in rest:
         placement.saw(data)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each request goes: the view of caches, what engines cost, the choice, and what came of it.
 
-`Placing` belongs to one router. It follows the engines' events into the index, asks engines for
-their metrics, and hears of engines that come and go. `Placement` is one request's part of it:
+`Placer` belongs to one router. It follows the engines' events into the index, asks engines for
+their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it:
 
     look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
     choose    holdings and engines become a decision; again for each try, without what failed
@@ -38,7 +38,7 @@ from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
 from kvferry.router.cache.chain import PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex
-from kvferry.router.cache.prompts import LocalTokenizer, Prompts
+from kvferry.router.cache.prompts import LocalTokenizer, PromptChains
 from kvferry.router.choice.choose import place
 from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
 from kvferry.router.choice.rates import (
@@ -48,7 +48,7 @@ from kvferry.router.choice.rates import (
     StreamVisit,
     UsualRates,
 )
-from kvferry.router.engines import Fleet, FleetChange, UpstreamEngine
+from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ _GUESSED_SECONDS = 1.0
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
 
 
-class Placing:
+class Placer:
     """The view, the rates and the choice of one router."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Placing:
             buckets=_REGRET_BUCKETS,
         )
         tokenizer = LocalTokenizer(config.tokenizer) if config.tokenizer is not None else None
-        self.prompts = Prompts(
+        self.prompts = PromptChains(
             fleet.client, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
         )
         self._fleet, self._limits = fleet, config.limits
@@ -123,13 +123,15 @@ class Placing:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.prompts.close()
 
-    async def look(self, path: str, body: bytes, headers: Headers, wanted: Generation) -> Placement:
+    async def look(
+        self, path: str, body: bytes, headers: Headers, wanted: Generation
+    ) -> RequestWay:
         """One request's placement, with its tokens if these are to be had."""
         chain = None
         if self.by_cost and (asked := self._any_engine()) is not None:
             chain = await self.prompts.chain(asked.url, path, body, headers)
         most = wanted.max_tokens()
-        return Placement(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
+        return RequestWay(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
 
     def views(self) -> list[EngineView]:
         """All engines, as the choice sees them now."""
@@ -241,12 +243,12 @@ class Placing:
             self.meters[engine.url].told(found)
 
 
-class Placement:
+class RequestWay:
     """One request's way to its engines."""
 
     def __init__(
         self,
-        placing: Placing,
+        placing: Placer,
         chain: PromptChain | None,
         body_bytes: int,
         output_tokens: int,

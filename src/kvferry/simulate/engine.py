@@ -43,7 +43,7 @@ class PrefillCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_tokens: float = math.inf
 
 
-class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that decodes: for itself, for each request, for each token of their contexts."""
 
     fixed_seconds: float
@@ -62,7 +62,7 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_token: float
     cache_bytes: float  # for KV cache
     prefill: PrefillCost
-    step: StepCost
+    step: StepTime
     transfer: CopyCost  # from engine to engine
     pool: CopyCost | None = None
     chunk_tokens: int = 8192  # vLLM's max_num_batched_tokens
@@ -241,7 +241,7 @@ class ModelledPool:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedRequest:
     """One request on its way."""
 
     request: TraceRequest
@@ -316,7 +316,7 @@ class ModelledEngine:
         pool: ModelledPool | None,
         clock: VirtualClock,
         gaps: Gaps,
-        ended: Callable[[Job], None],
+        ended: Callable[[SimulatedRequest], None],
     ) -> None:
         self.name, self.roles = name, roles
         self.cache = cache
@@ -329,11 +329,11 @@ class ModelledEngine:
         self._load = rates.copy_rate(rates.pool) if pool and rates.pool else None
         self._block_tokens, self._pool = block_tokens, pool
         self._clock, self._gaps, self._ended = clock, gaps, ended
-        self._waiting: deque[Job] = deque()  # for blocks
-        self._computing: deque[Job] = deque()
+        self._waiting: deque[SimulatedRequest] = deque()  # for blocks
+        self._computing: deque[SimulatedRequest] = deque()
         self._loading = 0  # jobs whose prompts come from another engine or the pool
-        self._joining: list[Job] = []  # from the next step on, they run
-        self._running: list[tuple[int, int, Job]] = []  # heap: step at which it ends, tie, job
+        self._joining: list[SimulatedRequest] = []  # from the next step on, they run
+        self._running: list[tuple[int, int, SimulatedRequest]] = []  # heap: its end, tie, request
         self._context_tokens = 0
         self._step = 0  # so many are over
         self._tie = 0
@@ -373,7 +373,7 @@ class ModelledEngine:
             pool=self._load,
         )
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SimulatedRequest) -> None:
         """A prompt to compute here."""
         request = job.request
         self._prefills += job.prefill is not None
@@ -385,7 +385,7 @@ class ModelledEngine:
         self._waiting.append(job)
         self._wake()
 
-    def receive(self, job: Job) -> None:
+    def receive(self, job: SimulatedRequest) -> None:
         """A prompt that another engine has computed."""
         if self._needed(job) > self.cache.most:
             self._refuse(job)
@@ -395,13 +395,13 @@ class ModelledEngine:
 
     # Entering
 
-    def _needed(self, job: Job) -> int:
+    def _needed(self, job: SimulatedRequest) -> int:
         tokens = job.request.tokens
         if self is job.decode:
             tokens += job.request.output_tokens
         return math.ceil(tokens / self._block_tokens)
 
-    def _refuse(self, job: Job) -> None:
+    def _refuse(self, job: SimulatedRequest) -> None:
         job.refused = True
         if self is job.prefill:
             self._prefills -= 1
@@ -432,7 +432,7 @@ class ModelledEngine:
             each = self._step_seconds(len(self._running), context)
             self._plan_steps(_Steps(self._clock.now, each, until), fresh)
 
-    def _admit(self, job: Job) -> bool:
+    def _admit(self, job: SimulatedRequest) -> bool:
         """Give a job blocks, and begin what it needs. False: there is no room yet."""
         busy = len(self._running) + len(self._joining) + len(self._computing) + self._loading
         if busy >= self._rates.most_running:
@@ -467,7 +467,12 @@ class ModelledEngine:
         return True
 
     def _copied(
-        self, free: float, rate: Rate, tokens: int, then: Callable[[Job], None], job: Job
+        self,
+        free: float,
+        rate: Rate,
+        tokens: int,
+        then: Callable[[SimulatedRequest], None],
+        job: SimulatedRequest,
     ) -> float:
         """Plan a copy on a link that is free at some time. Returns when it is free again."""
         self._loading += 1
@@ -475,7 +480,7 @@ class ModelledEngine:
         self._clock.at(end + rate.fixed_seconds, lambda: then(job))
         return end
 
-    def _received(self, job: Job) -> None:
+    def _received(self, job: SimulatedRequest) -> None:
         self._loading -= 1
         self._name(job)
         if job.prefill is not None:
@@ -483,12 +488,12 @@ class ModelledEngine:
         self._joining.append(job)
         self._wake()
 
-    def _loaded(self, job: Job) -> None:
+    def _loaded(self, job: SimulatedRequest) -> None:
         self._loading -= 1
         self._compute(job)
         self._wake()
 
-    def _compute(self, job: Job) -> None:
+    def _compute(self, job: SimulatedRequest) -> None:
         job.left = job.request.tokens - job.cached_tokens
         self._set_work(job, self._prefill.work(job.left, job.cached_tokens))
         self._computing.append(job)
@@ -497,7 +502,7 @@ class ModelledEngine:
 
     def _begin_chunk(self, fresh: int) -> None:
         room = max(1, self._rates.chunk_tokens - len(self._running))
-        parts: list[tuple[Job, int]] = []
+        parts: list[tuple[SimulatedRequest, int]] = []
         work = 0.0
         for job in self._computing:
             tokens = min(room, job.left)
@@ -513,7 +518,9 @@ class ModelledEngine:
         self._chunk_begun, self._chunk_work = self._clock.now, work
         self._clock.at(self._clock.now + seconds, lambda: self._end_chunk(parts, seconds, fresh))
 
-    def _end_chunk(self, parts: list[tuple[Job, int]], seconds: float, fresh: int) -> None:
+    def _end_chunk(
+        self, parts: list[tuple[SimulatedRequest, int]], seconds: float, fresh: int
+    ) -> None:
         self._chunk_begun = None
         self.busy_seconds += seconds
         self._stepped(1, seconds, fresh)
@@ -564,7 +571,7 @@ class ModelledEngine:
                 if math.isnan(job.first_token):
                     job.first_token = self._clock.now
 
-    def _run(self, job: Job, tokens: int) -> None:
+    def _run(self, job: SimulatedRequest, tokens: int) -> None:
         self._tie += 1
         heapq.heappush(self._running, (self._step + tokens, self._tie, job))
         self._context_tokens += job.request.tokens
@@ -583,7 +590,7 @@ class ModelledEngine:
 
     # Leaving
 
-    def _keep(self, job: Job) -> None:
+    def _keep(self, job: SimulatedRequest) -> None:
         """Keep a computed prompt until the engine that decodes it has room, or gives up."""
         job.kept = True
 
@@ -596,20 +603,20 @@ class ModelledEngine:
         self._clock.at(self._clock.now + HOLD_SECONDS, expire)
         job.decode.receive(job)
 
-    def _name(self, job: Job) -> None:
+    def _name(self, job: SimulatedRequest) -> None:
         """A job's prompt is in this engine's cache."""
         held = job.held[self]
         named = self.cache.name(job.request.blocks[len(held.named) :])
         held.named += named
         held.unnamed -= len(named)
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: SimulatedRequest) -> None:
         held = job.held.pop(self, None)
         if held is not None:
             self.cache.release(held.named, held.unnamed)
             self._wake()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: SimulatedRequest) -> None:
         self._set_work(job, 0.0)
         job.ended = math.nan if job.refused else self._clock.now
         for engine in list(job.held):
@@ -620,6 +627,6 @@ class ModelledEngine:
         job.decode.assigned -= 1
         self._ended(job)
 
-    def _set_work(self, job: Job, work: float) -> None:
+    def _set_work(self, job: SimulatedRequest, work: float) -> None:
         self._waiting_work += work - job.queued_work
         job.queued_work = work

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvferry.simulate.run import Result
+from kvferry.simulate.run import SimulationResult
 
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 44
@@ -26,7 +26,7 @@ class Run:
     """A result, and how many times faster than the trace its requests came."""
 
     speed: float
-    result: Result
+    result: SimulationResult
 
 
 def html_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> str:
@@ -114,19 +114,19 @@ def _uses(run: Run) -> list[list[str]]:
     ]
 
 
-def _p90(result: Result) -> float:
+def _p90(result: SimulationResult) -> float:
     return result.first_token.p90
 
 
-def _hits(result: Result) -> float:
+def _hits(result: SimulationResult) -> float:
     return 100 * result.hit_rate
 
 
-def _good(result: Result) -> float:
+def _good(result: SimulationResult) -> float:
     return 100 * result.good_share
 
 
-def _by_load(runs: Sequence[Run], of: Callable[[Result], float]) -> dict[str, Points]:
+def _by_load(runs: Sequence[Run], of: Callable[[SimulationResult], float]) -> dict[str, Points]:
     lines: dict[str, Points] = {}
     for run in sorted(runs, key=lambda run: run.speed):
         point = (run.result.offered_per_second, of(run.result))

@@ -33,10 +33,10 @@ from kvferry.simulate.engine import (
     BlockMap,
     EngineRates,
     Gaps,
-    Job,
     ModelledEngine,
     ModelledPool,
     PrefixCache,
+    SimulatedRequest,
     VirtualClock,
 )
 from kvferry.simulate.trace import Trace, TraceRequest
@@ -122,7 +122,7 @@ class EngineUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SimulationResult:
     policy: Policy
     engines: str
     requests: int
@@ -148,7 +148,7 @@ class Result:
         return cached / self.tokens if self.tokens else 0.0
 
 
-def simulate(trace: Trace, plan: Plan) -> Result:
+def simulate(trace: Trace, plan: Plan) -> SimulationResult:
     """Run a whole trace."""
     return _Run(trace, plan).run()
 
@@ -158,7 +158,7 @@ class _Run:
         self._trace, self._plan = trace, plan
         self._clock, self._gaps = VirtualClock(), Gaps()
         self._map = BlockMap()
-        self._ended: list[Job] = []
+        self._ended: list[SimulatedRequest] = []
         rates = plan.rates
         blocks = plan.blocks
         if blocks is None:
@@ -190,7 +190,7 @@ class _Run:
         self._by_name = {engine.name: engine for engine in self._engines}
         self._policy = _POLICIES[plan.policy](self)
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         begun = time.perf_counter()
         for request in self._trace.requests:
             self._clock.at(request.seconds, partial(self._arrive, request))
@@ -206,12 +206,12 @@ class _Run:
 
     # Policies: from a request to a job
 
-    def cost(self) -> Callable[[TraceRequest], Job]:
+    def cost(self) -> Callable[[TraceRequest], SimulatedRequest]:
         random, by_name, weights = Random(self._plan.seed), self._by_name, self._plan.weights
         names = {1 << index: engine.name for index, engine in enumerate(self._engines)}
         block_tokens = self._trace.block_tokens
 
-        def policy(request: TraceRequest) -> Job:
+        def policy(request: TraceRequest) -> SimulatedRequest:
             holdings = [
                 Holding(names[bit], count * block_tokens, "gpu", False)
                 for bit, count in self._map.leading(request.blocks).items()
@@ -223,21 +223,21 @@ class _Run:
             assert decision is not None
             chosen = decision.chosen
             prefill = by_name[chosen.prefill] if chosen.prefill is not None else None
-            return Job(request, by_name[chosen.decode], prefill, chosen.seconds)
+            return SimulatedRequest(request, by_name[chosen.decode], prefill, chosen.seconds)
 
         return policy
 
-    def round_robin(self) -> Callable[[TraceRequest], Job]:
+    def round_robin(self) -> Callable[[TraceRequest], SimulatedRequest]:
         turn = 0
 
-        def policy(request: TraceRequest) -> Job:
+        def policy(request: TraceRequest) -> SimulatedRequest:
             nonlocal turn
             turn += 1
             return self._job(request, lambda engines: engines[turn % len(engines)])
 
         return policy
 
-    def least_loaded(self) -> Callable[[TraceRequest], Job]:
+    def least_loaded(self) -> Callable[[TraceRequest], SimulatedRequest]:
         random = Random(self._plan.seed)
 
         def pick(engines: list[ModelledEngine]) -> ModelledEngine:
@@ -246,8 +246,8 @@ class _Run:
 
         return lambda request: self._job(request, pick)
 
-    def prefix_hash(self) -> Callable[[TraceRequest], Job]:
-        def policy(request: TraceRequest) -> Job:
+    def prefix_hash(self) -> Callable[[TraceRequest], SimulatedRequest]:
+        def policy(request: TraceRequest) -> SimulatedRequest:
             first = request.blocks[: self._plan.hash_blocks]
 
             def pick(engines: list[ModelledEngine]) -> ModelledEngine:
@@ -261,12 +261,12 @@ class _Run:
 
     def _job(
         self, request: TraceRequest, pick: Callable[[list[ModelledEngine]], ModelledEngine]
-    ) -> Job:
+    ) -> SimulatedRequest:
         decode = pick([e for e in self._engines if "decode" in e.roles])
         only = [e for e in self._engines if "decode" not in e.roles]
-        return Job(request, decode, pick(only) if only else None)
+        return SimulatedRequest(request, decode, pick(only) if only else None)
 
-    def _result(self, real_seconds: float) -> Result:
+    def _result(self, real_seconds: float) -> SimulationResult:
         plan, trace = self._plan, self._trace
         served = [job for job in self._ended if not job.refused]
         if not served:
@@ -294,7 +294,7 @@ class _Run:
             and not math.isnan(job.expected_seconds)
         )
         decoded = Counter(job.decode for job in served)
-        return Result(
+        return SimulationResult(
             policy=plan.policy,
             engines=str(plan.shape),
             requests=len(self._ended),
@@ -319,7 +319,7 @@ class _Run:
         )
 
 
-_POLICIES: dict[Policy, Callable[[_Run], Callable[[TraceRequest], Job]]] = {
+_POLICIES: dict[Policy, Callable[[_Run], Callable[[TraceRequest], SimulatedRequest]]] = {
     "cost": _Run.cost,
     "round-robin": _Run.round_robin,
     "prefix-hash": _Run.prefix_hash,
@@ -331,7 +331,7 @@ def _rank(engine: str, blocks: Sequence[int]) -> bytes:
     return hashlib.blake2b(f"{engine} {blocks}".encode(), digest_size=8).digest()
 
 
-def _token_seconds(job: Job) -> float:
+def _token_seconds(job: SimulatedRequest) -> float:
     return (job.ended - job.first_token) / (job.request.output_tokens - 1)
 
 

@@ -49,7 +49,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.errors import DescriptionError
-from kvferry.router.cache.index import CacheIndex, Cleared, Event, Part, Removed, Stored
+from kvferry.router.cache.index import CacheIndex, Cleared, Event, Publisher, Removed, Stored
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class EventStream:
     def __init__(
         self,
         index: CacheIndex,
-        part: Part,
+        part: Publisher,
         source: EventSource,
         *,
         replay_seconds: float = _REPLAY_SECONDS,

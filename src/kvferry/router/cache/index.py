@@ -143,7 +143,7 @@ class Slot:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Publisher:
     """What is known of one publisher: an engine, or one data-parallel rank of it."""
 
     engine: str
@@ -191,7 +191,7 @@ class CacheIndex:
         self._clock = clock
         self._where: dict[bytes, int] = {}  # a digest, and the bits of the slots that hold it
         self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
-        self._parts: dict[tuple[str, int], Part] = {}
+        self._parts: dict[tuple[str, int], Publisher] = {}
         # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
         self._pools: dict[tuple[str, int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
@@ -211,7 +211,7 @@ class CacheIndex:
         pool: str = "pool",
         block_tokens: int = 16,
         capacity_blocks: int = 16_384,
-    ) -> Part:
+    ) -> Publisher:
         """The part of one engine, made when it is first asked for.
 
         model            the base model's name, where engines of one router serve several
@@ -221,7 +221,7 @@ class CacheIndex:
         """
         part = self._parts.get((engine, rank))
         if part is None:
-            part = Part(engine, rank, model, pool, capacity_blocks, block_tokens)
+            part = Publisher(engine, rank, model, pool, capacity_blocks, block_tokens)
             self._parts[engine, rank] = part
         return part
 
@@ -236,7 +236,7 @@ class CacheIndex:
         for part in self._of(engine):
             del self._parts[part.engine, part.rank]
 
-    def forget_part(self, part: Part) -> None:
+    def forget_part(self, part: Publisher) -> None:
         self._retire(part, list(part.slots))
         part.known_in_a_row = 0
         part.view = "estimated"
@@ -348,7 +348,7 @@ class CacheIndex:
 
     # What engines tell
 
-    def told(self, part: Part, batch: Sequence[Event]) -> None:
+    def told(self, part: Publisher, batch: Sequence[Event]) -> None:
         """Apply what one publisher told, in its order."""
         part.events += 1
         for event in batch:
@@ -360,18 +360,18 @@ class CacheIndex:
                 self._cleared(part)
         self._tidy()
 
-    def whole(self, part: Part) -> None:
+    def whole(self, part: Publisher) -> None:
         """The part holds all that its engine holds: every event since the engine's start."""
         if part.view != "live":
             part.view = "live"
             self._forget_estimates(part)
 
-    def incomplete(self, part: Part) -> None:
+    def incomplete(self, part: Publisher) -> None:
         """The engine may hold more than the part: it was told of earlier."""
         part.view = "lost"
         part.known_in_a_row = 0
 
-    def _stored(self, part: Part, event: Stored, batch: Sequence[Event]) -> None:
+    def _stored(self, part: Publisher, event: Stored, batch: Sequence[Event]) -> None:
         slot = self._slot(part, event)
         if slot is None:
             part.unplaced += len(event.block_hashes)
@@ -396,7 +396,7 @@ class CacheIndex:
                 self._size += 1
 
     def _place(
-        self, part: Part, slot: Slot, event: Stored, batch: Sequence[Event]
+        self, part: Publisher, slot: Slot, event: Stored, batch: Sequence[Event]
     ) -> list[bytes | None]:
         """The digests of an event's hashes; None for those whose place is not known."""
         size, hashes, parent = slot.block_tokens, event.block_hashes, event.parent_block_hash
@@ -436,7 +436,7 @@ class CacheIndex:
         fresh = extend(start, packed, size, of_blocks if any(of_blocks) else ())
         return known[:first] + [old or new for old, new in zip(known[first:], fresh, strict=True)]
 
-    def _removed(self, part: Part, event: Removed) -> None:
+    def _removed(self, part: Publisher, event: Removed) -> None:
         tier = _tier(event.medium, event.locality)
         slots = [
             slot
@@ -466,7 +466,7 @@ class CacheIndex:
                 if part.known_in_a_row >= _TURNED_OVER:
                     self.whole(part)
 
-    def _cleared(self, part: Part) -> None:
+    def _cleared(self, part: Publisher) -> None:
         """vLLM says this when it empties its own cache. The pool tells of itself. The CPU's tier
         does not tell when it is emptied too, so it is forgotten with the GPU's."""
         part.resets += 1
@@ -476,7 +476,7 @@ class CacheIndex:
 
     # Slots and their bits
 
-    def _slot(self, part: Part, event: Stored) -> Slot | None:
+    def _slot(self, part: Publisher, event: Stored) -> Slot | None:
         """The slot of an event, made when it is first needed; None if it can have none."""
         tier, group = _tier(event.medium, event.locality), event.group_idx or 0
         size = self._size_of(part, event)
@@ -506,7 +506,7 @@ class CacheIndex:
             self._plan_walks()
         return slot
 
-    def _size_of(self, part: Part, event: Stored) -> int:
+    def _size_of(self, part: Publisher, event: Stored) -> int:
         """Tokens in a block. Without tokens, an event tells of blocks that the GPU holds too."""
         same = None if event.token_ids else part.slots.get(("gpu", event.group_idx or 0))
         return same.block_tokens if same is not None else event.block_size
@@ -520,7 +520,7 @@ class CacheIndex:
                 bits = slot.bits if slot.is_prefix and slot.tier != "pool" else 0
                 self._walks[slot.block_tokens] = self._walks.get(slot.block_tokens, 0) | bits
 
-    def _retire(self, part: Part, keys: Iterable[tuple[Tier, int]]) -> None:
+    def _retire(self, part: Publisher, keys: Iterable[tuple[Tier, int]]) -> None:
         """Take slots out of use at once. Their bits are cleared in `_sweep`."""
         gone = sum(part.slots.pop(key).bits for key in keys)
         if not gone:
@@ -539,7 +539,7 @@ class CacheIndex:
         self._forgotten.append((gone, digests))
         self._plan_walks()
 
-    def _shared_bits(self, part: Part, slot: Slot) -> int:
+    def _shared_bits(self, part: Publisher, slot: Slot) -> int:
         """A slot's bits; in a pool, those of all engines whose blocks are the same."""
         if slot.tier != "pool":
             return slot.bits
@@ -555,7 +555,7 @@ class CacheIndex:
                 layouts[tuple(sorted(slot.bits for slot in slots))] = slots
         return list(layouts.values())
 
-    def _bits_of(self, part: Part, block_tokens: int) -> int:
+    def _bits_of(self, part: Publisher, block_tokens: int) -> int:
         return sum(s.bits for s in part.slots.values() if s.block_tokens == block_tokens)
 
     def _new_bit(self) -> int:
@@ -600,7 +600,7 @@ class CacheIndex:
                 self._forgotten.popleft()
                 self._bits &= ~bits
 
-    def _trim(self, part: Part, count: int) -> None:
+    def _trim(self, part: Publisher, count: int) -> None:
         """Remove up to `count` blocks of an engine: estimates first, then the oldest."""
         while part.estimates and count > 0:
             self._drop_estimate(part)
@@ -628,14 +628,14 @@ class CacheIndex:
             while part.estimates and next(iter(part.estimates.values())) <= now:
                 self._drop_estimate(part)
 
-    def _drop_estimate(self, part: Part) -> None:
+    def _drop_estimate(self, part: Publisher) -> None:
         digest = next(iter(part.estimates))
         del part.estimates[digest]
         self._size -= 1
         if part.estimate is not None:
             self._unset(digest, part.estimate.bits)
 
-    def _forget_estimates(self, part: Part) -> None:
+    def _forget_estimates(self, part: Publisher) -> None:
         if part.estimate is not None:
             self._forgotten.append((part.estimate.bits, list(part.estimates)))
             self._size -= len(part.estimates)
@@ -730,7 +730,7 @@ class CacheIndex:
                     return part.engine
         return ""
 
-    def _of(self, engine: str) -> list[Part]:
+    def _of(self, engine: str) -> list[Publisher]:
         return [part for part in self._parts.values() if part.engine == engine]
 
 

@@ -73,7 +73,7 @@ _TOKENIZE_CHAT = (
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort")
 
 
-class Prompts:
+class PromptChains:
     """Chains of prompts, for all requests of one router."""
 
     def __init__(

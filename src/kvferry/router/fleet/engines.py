@@ -45,10 +45,10 @@ import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.connections import EngineTransport
+from kvferry.router.fleet.connections import EngineTransport
+from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
-from kvferry.router.live import Placed
-from kvferry.router.turns import Turns
+from kvferry.router.page.live import Placed
 
 log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]

@@ -36,7 +36,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import EngineSpec, Limits
-from kvferry.router.engines import Fleet
+from kvferry.router.fleet.engines import Fleet
 from kvferry.router.keys import warn_if_readable
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Sources:
 
     def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve | None = None) -> None:
         self.files: list[WatchedFile] = []
-        self.names = Names(fleet, limits, resolve or addresses)
+        self.names = DnsNames(fleet, limits, resolve or addresses)
         self._fleet = fleet
         self._limits = limits
 
@@ -234,7 +234,7 @@ class _Name:
     spec: EngineSpec
 
 
-class Names:
+class DnsNames:
     """Engines behind names."""
 
     def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve) -> None:

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.router.api import ApiError, Limits
 from kvferry.router.guard import Quota, address_of
-from kvferry.router.live import EngineNow, LiveState
+from kvferry.router.page.live import EngineNow, LiveState
 
 log = logging.getLogger(__name__)
 
