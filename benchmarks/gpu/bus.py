@@ -9,6 +9,7 @@ block of all layers.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -104,9 +105,38 @@ def store(cache: int) -> None:
         for way, least in (("direct", buses.DIRECT_BYTES), ("staged", 1 << 40)):
             buses.DIRECT_BYTES = least
             print(f"| {way} | {_put(made, way):.1f} | {_get(made, way):.1f} |", flush=True)
+        buses.DIRECT_BYTES = PAGE
+        beside(made, bus)
     finally:
         made.close()
         shutil.rmtree(folder)
+
+
+def beside(made: DeviceStore, bus: Bus) -> None:
+    """How long an engine's copy of a few tokens takes while blocks are saved."""
+    with bus.device.current():
+        stream, there = CudaStream(), bus.device.allocate(256)
+        here = bus.device.pinned(256).ctypes.data
+    print("\n| a token's copy | ms | of a save's ms |\n|---|---|---|")
+    for name, gap in (("with gaps", buses.GAP_BYTES), ("without", 1 << 60)):
+        buses.GAP_BYTES, took = gap, []
+        for number in range(ROUNDS):
+            keys = [f"{name}/{number}/{n:064x}" for n in range(OBJECTS)]
+            save = threading.Thread(
+                target=made.put, args=(keys, _objects(made, number), time.monotonic() + 60)
+            )
+            began = time.perf_counter()
+            save.start()
+            time.sleep(0.008)
+            asked = time.perf_counter()
+            with bus.device.current():
+                stream.copy(here, there, 256)
+                stream.synchronize()
+            waited = time.perf_counter() - asked
+            save.join()
+            took.append((waited * 1e3, (time.perf_counter() - began) * 1e3))
+        waited, whole = sorted(took)[ROUNDS // 2]
+        print(f"| {name} | {waited:.2f} | {whole:.1f} |", flush=True)
 
 
 def _objects(made: DeviceStore, seed: int) -> list[Ranges]:

@@ -16,7 +16,7 @@ from device_peer import DeviceBytes
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
-from kvferry.carriers.cuda.driver import device
+from kvferry.carriers.cuda.driver import CudaStream, device
 from kvferry.carriers.cuda.staging import DeviceMemory
 
 pytest.importorskip("xxhash")
@@ -108,3 +108,42 @@ def test_a_damaged_object_is_found(cache: DeviceBytes, tmp_path: Path) -> None:
     assert outcomes == [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]
     assert store.exists(["a", "b", "c"], deadline).tolist() == [True, False, True]
     store.close()
+
+
+def test_tokens_pass_a_save(tmp_path: Path) -> None:
+    """A small copy to the host, as of a step's tokens, does not wait for all blocks of a save."""
+    on, size, pages = device(0), 1 << 30, 512
+    with on.current():
+        address, stream, there = on.allocate(size), CudaStream(), on.allocate(256)
+        here = on.pinned(256).ctypes.data
+    region = MemoryRegion(address, size)
+    bus = Bus([region])
+    inner = EmbeddedStore(tmp_path / "store", 3 << 30, slots=1 << 12)
+    store = DeviceStore(inner, DeviceMemory([region]), bus)
+    store.register([region])
+    length = np.full(32, 64 << 10, dtype=np.int64)
+    order = np.random.default_rng(3).permutation(pages)
+    objects = [Ranges(address + np.arange(32) * (pages << 16) + (n << 16), length) for n in order]
+    shares: list[float] = []
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(3):  # the first one waits until the arena is registered
+            keys = [f"block/{number}/{n}" for n in range(pages)]
+            began = time.monotonic()
+            save = thread.submit(store.put, keys, objects, began + 60)
+            waits = []
+            while not save.done():
+                asked = time.monotonic()
+                with on.current():
+                    stream.copy(here, there, 256)
+                    stream.synchronize()
+                waits.append(time.monotonic() - asked)
+            assert save.result() == [Outcome.DONE] * pages
+            shares.append(max(waits) / (time.monotonic() - began))
+            inner.evict(size, time.monotonic() + 60)
+    assert min(shares[1:]) < 0.4
+    store.close()
+    with on.current():
+        on.free(address)
+        on.free(there)
+        on.free_pinned(here)
+        stream.destroy()

@@ -62,11 +62,24 @@ class Stream(Handle):
 
     copy_at_once = copy
 
-    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+    def copy_rows(
+        self,
+        rows: Rows,
+        *,
+        outward: bool,
+        waits: bool = False,
+        gap: Callable[[], None] | None = None,
+        gap_bytes: int = 1 << 62,
+    ) -> None:
         self.begin()
         fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
+        queued = 0
         for copy in zip(*fields, rows.width, rows.height, strict=True):
             host, host_pitch, device, device_pitch, width, height = map(int, copy)
+            queued += width * height
+            if queued > gap_bytes and gap is not None:
+                gap()
+                queued = width * height
             for row in range(height):
                 here, there = host + row * host_pitch, device + row * device_pitch
                 dst, src = (here, there) if outward else (there, here)

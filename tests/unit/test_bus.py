@@ -134,9 +134,9 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     rows: list[tuple[int, int]] = []
     plain = host_device.Stream.copy_rows
 
-    def counted(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
+    def counted(self: Any, some: Rows, **how: Any) -> None:
         rows.extend(zip(some.width.tolist(), some.height.tolist(), strict=True))
-        plain(self, some, outward=outward, waits=waits)
+        plain(self, some, **how)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", counted)
     device = np.zeros(1 << 20, dtype=np.uint8)
@@ -145,6 +145,33 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     objects = twenty(device, host)
     bus.out(objects, CHUNK, soon()).finish()
     assert rows == [(8192, 20)]
+    bus.close()
+
+
+def test_copies_to_the_host_let_others_pass(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word goes the other way after every `GAP_BYTES`, and the bus waits for it."""
+    words: list[int] = []
+    plain = host_device.Stream.copy_at_once
+
+    def counted(self: Any, dst: int, src: int, size: int) -> None:
+        words.append(size)
+        plain(self, dst, src, size)
+
+    monkeypatch.setattr(host_device.Stream, "copy_at_once", counted)
+    monkeypatch.setattr(buses, "GAP_BYTES", 16_384)
+    device, host = np.zeros(1 << 20, dtype=np.uint8), np.zeros(1 << 20, dtype=np.uint8)
+    number = np.arange(16, dtype=np.int64)
+    places = host.ctypes.data + number * 12_288 + number * number * 512  # a copy each
+    length, one = np.full(16, 8192, dtype=np.int64), np.ones(16, dtype=np.int64)
+    objects = BusObjects(places, length, one, one - 1, device.ctypes.data + number * 8192, length)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
+    bus.out(objects, CHUNK, soon()).finish()
+    assert words.count(8) >= 7
+    words.clear()
+    bus.back(objects, CHUNK, soon()).finish()
+    assert not words.count(8)  # an engine's small copies to the device pass by themselves
     bus.close()
 
 
@@ -157,10 +184,10 @@ def test_no_copy_reaches_over_the_end_of_registered_memory(
     seen: list[tuple[int, int]] = []
     plain = host_device.Stream.copy_rows
 
-    def watched(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
+    def watched(self: Any, some: Rows, **how: Any) -> None:
         ends = some.host + (some.height - 1) * some.host_pitch + some.width
         seen.extend(zip(some.host.tolist(), ends.tolist(), strict=True))
-        plain(self, some, outward=outward, waits=waits)
+        plain(self, some, **how)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", watched)
     monkeypatch.setattr(buses, "PIN_BYTES", 50_000)
@@ -384,7 +411,13 @@ def test_copies_are_the_runs_whatever_their_distances() -> None:
     assert joined > 20 and cut > 20
 
 
-def test_what_is_damaged_gone_or_on_disk(on: HostDevice, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [(64, 256), (2, 3)])
+def test_what_is_damaged_gone_or_on_disk(
+    on: HostDevice, tmp_path: Path, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one part, and in many: some have nothing that crosses the bus."""
+    monkeypatch.setattr(device, "FIRST_OBJECTS", parts[0])
+    monkeypatch.setattr(device, "PART_OBJECTS", parts[1])
     cache, inner, store = cache_and_store(tmp_path, disk=True)
     before, every = cache.copy(), range(OBJECTS)
     objects = blocks(cache, every)
@@ -465,7 +498,7 @@ def test_a_put_that_fails_between_its_parts(
     on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is under way ends before its extents are given back."""
-    monkeypatch.setattr(device, "PUT_OBJECTS", 4)
+    monkeypatch.setattr(device, "PART_OBJECTS", 4)
     cache, inner, store = cache_and_store(tmp_path)
     some, order = range(12), list[str]()
     plain, close, abandon = Bus.out, Crossing.close, Tiers.abandon

@@ -434,13 +434,12 @@ class Pace:
 
     threads: int = 4  # of loads
     chunk_tokens: int = 2048  # loaded at a time; bounds memory, and spreads work over threads
-    first_tokens: int = 2048  # the first chunk, which the bus waits for; the next grow from it
     save_objects: int = 256  # put at a time; the deadline is checked in between
 
 
 # A device that copies by itself needs few threads: they only take the interpreter's lock from each
-# other, and from the engine. Its store cuts a put into parts itself, of which some overlap.
-DEVICE_PACE = Pace(threads=2, chunk_tokens=16384, save_objects=1 << 14)
+# other, and from the engine. Its store cuts loads and puts into parts that overlap.
+DEVICE_PACE = Pace(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -667,9 +666,7 @@ def _cut(segment: Segment, plan: ReadPlan, pace: Pace) -> list[Segment]:
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    bounds, tokens = [segment.start], min(pace.first_tokens, pace.chunk_tokens)
-    while bounds[-1] < segment.stop:
-        end = (bounds[-1] + max(span, tokens)) // span * span
-        bounds.append(min(end, segment.stop))
-        tokens = min(2 * tokens, pace.chunk_tokens)
+    step = max(span, pace.chunk_tokens // span * span)
+    first = segment.start // span * span
+    bounds = [segment.start, *range(first + step, segment.stop, step), segment.stop]
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]

@@ -19,6 +19,13 @@ thread does it, step by step, from the beginning on; it may begin later, so that
 undisturbed, but not later than the first copy. Memory that is not registered yet is copied all the
 same, at a tenth of the speed.
 
+Copies to the host are made in pieces, with a gap after each. The copy engine takes copies in the
+order in which they become ready, also those of other streams, and it knows no priorities: without
+gaps, the tokens of a step reach the engine's process after all blocks that the step filled, 20 ms
+late for a gigabyte. In a gap the engine's copies pass. It lasts until a word has gone the other
+way, which no kernel and no other copy delays, and some microseconds of the bus are lost
+(`python -m benchmarks.gpu.bus`).
+
 `out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
 (xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought
 the bytes to their places. All waiting is done in one call of the driver: threads of an engine that
@@ -60,6 +67,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
+GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
 # Loads and saves use two at a time: while the objects of one part cross, the next are queued. A
 # save keeps its two while a step computes, and two loads go on beside it. Each has 34 MiB of device
@@ -323,7 +331,7 @@ class Crossing:
 
 
 class _Lane:
-    """Two streams and the tables of hashes, for one thread; the device is current."""
+    """Three streams and the tables of hashes, for one thread; the device is current."""
 
     def __init__(self, on: Device, piece_bytes: int) -> None:
         xxh3.warm(on)
@@ -335,11 +343,15 @@ class _Lane:
         self._runs_at = len(constants)
         self._chunks_at = self._runs_at + MOST_RUNS
         words = self._chunks_at + 3 * MOST_HASHES
+        self._gap_at = 8 * words  # a word of its own, after the tables
+        words += 1
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
             self._buffers = StreamBuffers(on, slots=LANE_SLOTS)
             undo.callback(self._buffers.free)
             self._bus = kept(undo, CudaStream())
             self._moved = kept(undo, CudaEvent())
+            self._gaps = kept(undo, CudaStream())
+            self._gap_begins, self._gap_ends = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self._ended = kept(undo, CudaEvent(blocking=True))
             self._host: Ints = on.pinned(8 * words).view(np.int64)
             undo.callback(on.free_pinned, self._host.ctypes.data)
@@ -372,7 +384,7 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
-            bus.copy_rows(rows, outward=outward, waits=waits)
+            self._copy(rows, outward=outward, waits=waits)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
@@ -382,6 +394,20 @@ class _Lane:
         except BaseException:
             self.drain()
             raise
+
+    def _copy(self, rows: Rows, *, outward: bool, waits: bool) -> None:
+        gap = self._gap if outward else None
+        self._bus.copy_rows(rows, outward=outward, waits=waits, gap=gap, gap_bytes=GAP_BYTES)
+
+    def _gap(self) -> None:
+        """The bus stops for a moment, and copies of other streams pass."""
+        self._gap_begins.record(self._bus)
+        self._gaps.wait_for(self._gap_begins)
+        self._gaps.copy_at_once(
+            self._there + self._gap_at, self._host.ctypes.data + self._gap_at, 8
+        )
+        self._gap_ends.record(self._gaps)
+        self._bus.wait_for(self._gap_ends)
 
     def _have_halves(self, size: int) -> None:
         """Halves for a piece and for an object of this size."""
@@ -455,7 +481,8 @@ class _Lane:
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
-                    bus.copy_rows(rows, outward=True, waits=waits)
+                    self._copy(rows, outward=True, waits=waits)
+                    self._gap()
                     half.moved.record(bus)
                 else:
                     if half.used:
@@ -525,8 +552,9 @@ class _Lane:
 
     def drain(self) -> None:
         self._buffers.drain()
-        with contextlib.suppress(TransferError):
-            self._bus.synchronize()
+        for stream in (self._bus, self._gaps):
+            with contextlib.suppress(TransferError):
+                stream.synchronize()
 
     def free(self) -> None:
         self.drain()
@@ -535,9 +563,10 @@ class _Lane:
         self._device.free(self._sums)
         self._device.free(self._there)
         self._device.free_pinned(self._host.ctypes.data)
-        for event in (self._moved, self._ended):
+        for event in (self._moved, self._ended, self._gap_begins, self._gap_ends):
             event.destroy()
-        self._bus.destroy()
+        for stream in (self._bus, self._gaps):
+            stream.destroy()
         self._buffers.free()
 
 

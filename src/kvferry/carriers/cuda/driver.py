@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -361,9 +362,20 @@ class CudaStream:
         if code:
             raise self._driver.error("cuMemcpyAsync", code)
 
-    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+    def copy_rows(
+        self,
+        rows: Rows,
+        *,
+        outward: bool,
+        waits: bool = False,
+        gap: Callable[[], None] | None = None,
+        gap_bytes: int = 1 << 62,
+    ) -> None:
         """Rows to the host (`outward`) or to the device. It `waits` where the host's memory is not
-        registered."""
+        registered.
+
+        gap  called between two copies, each time that about `gap_bytes` are queued
+        """
         host, there = ("dst", "src") if outward else ("src", "dst")
         table = np.zeros(len(rows), dtype=_MEMCPY_2D)
         table[f"{host}_type"], table[f"{there}_type"] = _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE
@@ -371,11 +383,16 @@ class CudaStream:
         table[f"{there}_device"], table[f"{there}_pitch"] = rows.device, rows.device_pitch
         table["width"], table["height"] = rows.width, rows.height
         call = self._driver.copy_rows_waiting if waits else self._driver.copy_rows
-        first, handle = table.ctypes.data, self.handle
-        for at in range(first, first + table.nbytes, _MEMCPY_2D.itemsize):
-            code = call(at, handle)
-            if code:
-                raise self._driver.error("cuMemcpy2DAsync", code)
+        address, handle, step = table.ctypes.data, self.handle, _MEMCPY_2D.itemsize
+        before = np.cumsum(rows.width * rows.height) // gap_bytes
+        cuts = [0, *(np.flatnonzero(np.diff(before)) + 1).tolist(), len(rows)]
+        for first, last in pairwise(cuts):
+            if first and gap is not None:
+                gap()
+            for at in range(address + first * step, address + last * step, step):
+                code = call(at, handle)
+                if code:
+                    raise self._driver.error("cuMemcpy2DAsync", code)
 
     def zero(self, dst: int, size: int) -> None:
         self._driver.call(

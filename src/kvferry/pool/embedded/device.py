@@ -46,8 +46,9 @@ from kvferry.workers import start_compiler
 log = logging.getLogger("kvferry")
 # While the objects of one part cross the bus, those of the next one are found or reserved. Two
 # parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
-# copies for the driver to take while the step computes.
-GET_OBJECTS, PUT_OBJECTS = 128, 256
+# copies for the driver to take while the step computes. The first part of a get is small, because
+# the bus waits for it.
+FIRST_OBJECTS, PART_OBJECTS = 64, 256
 PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
@@ -93,7 +94,7 @@ class DeviceStore(StagedStore):
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
-            for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
+            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
                 put = _Put(
                     self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
                 )
@@ -144,26 +145,28 @@ class DeviceStore(StagedStore):
         return outcomes
 
     def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
-        """Which objects are in their places."""
+        """Which objects are in their places. One thread keeps the bus busy: several would take the
+        interpreter's lock from each other."""
         good = np.array(inside(self._regions, wanted), dtype=bool)
         done = np.zeros(len(keys), dtype=bool)
+        bounds = [0, *range(FIRST_OBJECTS, len(keys), PART_OBJECTS), len(keys)]
+        before: tuple[int, Lent, Ints, Crossing] | None = None
         with contextlib.ExitStack() as under_way:
-            lent = under_way.enter_context(self._embedded.lending(keys))
-            which = np.flatnonzero(lent.there & good)
-            which = which[_fits(wanted, lent, which)]
-            if not len(which):
-                return done
-            objects = _objects(lent.place[which], lent.length[which], wanted, which)
-            bounds = [*range(0, len(which), GET_OBJECTS), len(which)]
-            before: tuple[Ints, Crossing] | None = None
-            for (first, last), part in zip(pairwise(bounds), objects.parts(bounds), strict=True):
-                crossing = self._bus.back(part, CHUNK_BYTES, deadline)
+            for first, last in pairwise(bounds):
+                lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
+                some = wanted[first:last]
+                which = np.flatnonzero(lent.there & good[first:last])
+                which = which[_fits(some, lent, which)]
+                if not len(which):
+                    continue
+                objects = _objects(lent.place[which], lent.length[which], some, which)
+                crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
                 under_way.callback(crossing.close)
                 if before is not None:
-                    done[_arrived(lent, *before)] = True
-                before = which[first:last], crossing
+                    done[before[0] + _arrived(*before[1:])] = True
+                before = first, lent, which, crossing
             if before is not None:
-                done[_arrived(lent, *before)] = True
+                done[before[0] + _arrived(*before[1:])] = True
         return done
 
 
