@@ -277,7 +277,7 @@ def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
 
 def _half_rate(operations: list[dict[str, Any]], name: str) -> float | None:
     """GB/s at which half of the bytes moved, or faster. A save's seconds count from the end of its
-    step, which its thread hears of late where the driver's queue was full: sums would say little."""
+    step, of which its thread hears late where the driver's queue was full, so sums say little."""
     some = [one for one in operations if one["name"] == name and one["bytes"] and one["seconds"]]
     some.sort(key=lambda one: one["bytes"] / one["seconds"])
     half, passed = sum(one["bytes"] for one in some) / 2, 0
