@@ -142,6 +142,9 @@ class Bench:
 
         with self.on.current():
             buffers = StreamBuffers(self.on)
+            buffers.copy(copies, peer.memory, carrier.memory)  # type: ignore[attr-defined]
+            buffers.finish()
+            buffers.begin()  # its memory has grown, and stays where it is
             Function.launch = noted  # type: ignore[method-assign, assignment]
             try:
                 buffers.copy(copies, peer.memory, carrier.memory)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from device_peer import DeviceBytes
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
-from kvferry.carriers.cuda.driver import CudaStream, device
+from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, device
 from kvferry.carriers.cuda.staging import DeviceMemory
 
 pytest.importorskip("xxhash")
@@ -116,6 +116,7 @@ def test_tokens_pass_a_save(tmp_path: Path) -> None:
     with on.current():
         address, stream, there = on.allocate(size), CudaStream(), on.allocate(256)
         here = on.pinned(256).ctypes.data
+        asked, copied = CudaEvent(timing=True), CudaEvent(timing=True)
     region = MemoryRegion(address, size)
     bus = Bus([region])
     inner = EmbeddedStore(tmp_path / "store", 3 << 30, slots=1 << 12)
@@ -124,23 +125,23 @@ def test_tokens_pass_a_save(tmp_path: Path) -> None:
     length = np.full(32, 64 << 10, dtype=np.int64)
     order = np.random.default_rng(3).permutation(pages)
     objects = [Ranges(address + np.arange(32) * (pages << 16) + (n << 16), length) for n in order]
-    shares: list[float] = []
+    longest: list[float] = []
     with ThreadPoolExecutor(1) as thread:
-        for number in range(3):  # the first one waits until the arena is registered
+        for number in range(4):  # the first ones wait until the arena is registered
             keys = [f"block/{number}/{n}" for n in range(pages)]
-            began = time.monotonic()
-            save = thread.submit(store.put, keys, objects, began + 60)
+            save = thread.submit(store.put, keys, objects, time.monotonic() + 60)
             waits = []
             while not save.done():
-                asked = time.monotonic()
                 with on.current():
+                    asked.record(stream)
                     stream.copy(here, there, 256)
+                    copied.record(stream)
                     stream.synchronize()
-                waits.append(time.monotonic() - asked)
+                waits.append(copied.milliseconds_since(asked))
             assert save.result() == [Outcome.DONE] * pages
-            shares.append(max(waits) / (time.monotonic() - began))
+            longest.append(max(waits))
             inner.evict(size, time.monotonic() + 60)
-    assert min(shares[1:]) < 0.4
+    assert min(longest[1:]) < 5.0  # of 20, by the device's clock
     store.close()
     with on.current():
         on.free(address)

@@ -49,7 +49,7 @@ class Event(Handle):
 
 
 class Stream(Handle):
-    def __init__(self) -> None:
+    def __init__(self, *, urgent: bool = False) -> None:
         super().__init__()
         self.waited: set[int] = set()
 

@@ -60,8 +60,9 @@ OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
 TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
 # The store hears of a request so much later: by then the engine has given its device work to do,
-# and the interpreter's lock is free. Saves of the request begin later still.
-TELL_SECONDS = 0.005
+# and the interpreter's lock is free. A long prompt takes longer to begin. Its last block is loaded
+# later still, and its saves begin after that.
+TELL_SECONDS, TELL_TOKEN_SECONDS = 0.005, 0.5e-6
 LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
 
 
@@ -203,7 +204,7 @@ class LookupKeyServer:
                     if asked.answer is None:  # otherwise the client gave it up
                         asked.answer = answer
                     self.answered.set()
-                after = TELL_SECONDS if self._at_once else 0.0
+                after = TELL_SECONDS + TELL_TOKEN_SECONDS * asked.count if self._at_once else 0.0
                 untold.append((time.monotonic() + after, asked))
         finally:
             with self._using:

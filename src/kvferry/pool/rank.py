@@ -46,7 +46,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import KeyMetadata, PoolKey, object_keys
+from kvferry.pool.keys import Fragment, KeyMetadata, PoolKey, object_keys
 from kvferry.pool.layout_registry import (
     PoolLayout,
     ReadPlan,
@@ -621,17 +621,7 @@ class Loader:
             wanted = scope.plan(segment.layout_id).bind(segment, tables, scope.bases)
         if not len(wanted.slices):
             return _Chunk(0)
-        named = {
-            fragment: (
-                PoolKey.build_prefix(scope.metadata, segment.layout_id, fragment),
-                contents[segment.layout_id, fragment.table],
-            )
-            for fragment in set(wanted.fragments)
-        }
-        keys = []
-        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
-            prefix, digests = named[fragment]
-            keys.append(PoolKey.build_key_string(prefix, digests[block]))
+        keys = _wanted_keys(wanted, segment.layout_id, contents, scope.metadata)
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
@@ -653,6 +643,27 @@ class Loader:
             else:
                 bad.append((segment.group, start, outcome.value))
         return _Chunk(moved, tuple(bad))
+
+
+def _wanted_keys(
+    wanted: WantedParts,
+    layout_id: str,
+    contents: Mapping[tuple[str, int], Sequence[str]],
+    metadata: KeyMetadata,
+) -> list[str]:
+    """The key of each object. Neighbours are of one fragment mostly, which is looked up once."""
+    named: dict[Fragment, tuple[str, Sequence[str]]] = {}
+    keys: list[str] = []
+    last: Fragment | None = None
+    for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
+        if fragment is not last:
+            last = fragment
+            if fragment not in named:
+                prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
+                named[fragment] = prefix, contents[layout_id, fragment.table]
+            prefix, digests = named[fragment]
+        keys.append(PoolKey.build_key_string(prefix, digests[block]))
+    return keys
 
 
 def _failure(order: LoadOrder, why: str) -> PoolLoaded:

@@ -12,7 +12,8 @@ The processor touches no byte. There are two ways:
              the other. Objects that lie at equal distances on the host are one copy
 
 The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end.
-The staged way has three for each piece, which take their turn among the engine's own.
+The staged way has three for each piece. All go before the engine's own kernels: they are short, and
+the blocks of a save stay pinned until its last one.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
 thread does it, step by step, from the beginning on; it may begin later, so that an engine starts
@@ -346,11 +347,11 @@ class _Lane:
         self._gap_at = 8 * words  # a word of its own, after the tables
         words += 1
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self._buffers = StreamBuffers(on, slots=LANE_SLOTS)
+            self._buffers = StreamBuffers(on, slots=LANE_SLOTS, urgent=True)
             undo.callback(self._buffers.free)
-            self._bus = kept(undo, CudaStream())
+            self._bus = kept(undo, CudaStream(urgent=True))
             self._moved = kept(undo, CudaEvent())
-            self._gaps = kept(undo, CudaStream())
+            self._gaps = kept(undo, CudaStream(urgent=True))
             self._gap_begins, self._gap_ends = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self._ended = kept(undo, CudaEvent(blocking=True))
             self._host: Ints = on.pinned(8 * words).view(np.int64)
@@ -384,11 +385,11 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
+            self._upload(total)  # before the copies: behind them, it would wait for the next part's
             self._copy(rows, outward=outward, waits=waits)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
-            self._upload(total)
             self._hash(self._runs_at, run_bytes, 0, total, per_piece)
             self._queue_end(total)
         except BaseException:

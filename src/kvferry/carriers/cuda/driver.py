@@ -344,10 +344,17 @@ class Device:
 class CudaStream:
     """A queue of work on a device, apart from all others. The device must be current."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, urgent: bool = False) -> None:
+        """urgent  its kernels go first, and it shares no hardware queue with an engine's streams.
+        There are few such queues: work that waits in one may wait for a whole step of an engine
+        whose stream has the same one"""
         self._driver = driver()
-        handle = c_void_p()
-        self._driver.call("cuStreamCreate", byref(handle), _STREAM_NON_BLOCKING)
+        handle, least, greatest = c_void_p(), c_int(), c_int()
+        if urgent:
+            self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
+        self._driver.call(
+            "cuStreamCreateWithPriority", byref(handle), _STREAM_NON_BLOCKING, greatest
+        )
         self.handle = handle
 
     def copy(self, dst: int, src: int, size: int) -> None:
