@@ -9,7 +9,6 @@ block of all layers.
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +18,7 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
-from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Rows, device
+from kvferry.carriers.cuda.driver import CudaStream, Device, Rows, device
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.pool.embedded import device as device_store
 from kvferry.pool.embedded.device import DeviceStore
@@ -105,40 +104,9 @@ def store(cache: int) -> None:
         for way, least in (("direct", buses.DIRECT_BYTES), ("staged", 1 << 40)):
             buses.DIRECT_BYTES = least
             print(f"| {way} | {_put(made, way):.1f} | {_get(made, way):.1f} |", flush=True)
-        buses.DIRECT_BYTES = PAGE
-        beside(made, bus)
     finally:
         made.close()
         shutil.rmtree(folder)
-
-
-def beside(made: DeviceStore, bus: Bus) -> None:
-    """How long an engine's copy of a few tokens takes while blocks are saved."""
-    with bus.device.current():
-        stream, there = CudaStream(), bus.device.allocate(256)
-        here = bus.device.pinned(256).ctypes.data
-        asked, copied = CudaEvent(timing=True), CudaEvent(timing=True)
-    print("\n| a token's copy | longest ms | of a save's ms |\n|---|---|---|")
-    for name, gap in (("with gaps", buses.GAP_BYTES), ("without", 1 << 60)):
-        buses.GAP_BYTES, took = gap, []
-        for number in range(ROUNDS):
-            keys = [f"{name}/{number}/{n:064x}" for n in range(OBJECTS)]
-            save = threading.Thread(
-                target=made.put, args=(keys, _objects(made, number), time.monotonic() + 60)
-            )
-            began, longest = time.perf_counter(), 0.0
-            save.start()
-            while save.is_alive():
-                with bus.device.current():
-                    asked.record(stream)
-                    stream.copy(here, there, 256)
-                    copied.record(stream)
-                    stream.synchronize()
-                longest = max(longest, copied.milliseconds_since(asked))
-            whole = (time.perf_counter() - began) * 1e3
-            took.append((longest, whole))
-        waited, whole = sorted(took)[ROUNDS // 2]
-        print(f"| {name} | {waited:.2f} | {whole:.1f} |", flush=True)
 
 
 def _objects(made: DeviceStore, seed: int) -> list[Ranges]:

@@ -33,6 +33,7 @@ from ctypes import byref, c_int
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from itertools import combinations
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal
@@ -54,7 +55,7 @@ from kvferry.carriers.auto import (
     require_options,
     select,
 )
-from kvferry.carriers.cuda.driver import device_count, driver
+from kvferry.carriers.cuda.driver import Device, device, device_count, driver
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
 from kvferry.errors import DescriptionError, KvferryError, install_command
@@ -250,6 +251,8 @@ def installed() -> Iterator[Finding]:
         else:
             yield Finding(name, "ok", version)
     yield cuda()
+    if (gpus := _gpus()) and len(gpus) > 1:
+        yield between_gpus(gpus)
     yield rdma()
 
 
@@ -271,6 +274,32 @@ def cuda() -> Finding:
         return Finding("CUDA", "missing", str(error), advice)
     said = f"{device_count()} GPUs, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     return Finding("CUDA", "ok", said)
+
+
+def _gpus() -> list[Device]:
+    return [device(n) for n in range(device_count())] if cuda().state == "ok" else []
+
+
+def between_gpus(gpus: Sequence[Device]) -> Finding:
+    """Which GPUs of this host read each other's memory, and over what."""
+    links: dict[str, list[str]] = {}
+    for here, there in combinations(gpus, 2):
+        near = here.can_reach(there) and there.can_reach(here)
+        link = here.links_to(there) if near else ""
+        links.setdefault(link, []).append(f"{here.ordinal}-{there.ordinal}")
+    apart = links.pop("", [])
+    said = [
+        f"{'all' if len(links) == 1 and not apart else ', '.join(pairs)} over {link}"
+        for link, pairs in sorted(links.items())
+    ]
+    if not apart:
+        return Finding("between GPUs", "ok", f"cuda: {'; '.join(said)}")
+    said.append(f"{', '.join(apart)} have no peer access")
+    advice = (
+        "between these, caches go through host memory by tcp; peer access needs NVLink, or PCIe "
+        "without IOMMU translation and ACS (nvidia-smi topo -p2p r shows what the driver found)"
+    )
+    return Finding("between GPUs", "info", f"cuda: {'; '.join(said)}", advice)
 
 
 def rdma(devices: Path = RDMA_DEVICES, handles: Path = VERBS) -> Finding:

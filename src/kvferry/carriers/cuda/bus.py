@@ -24,8 +24,8 @@ Copies to the host are made in pieces, with a gap after each. The copy engine ta
 order in which they become ready, also those of other streams, and it knows no priorities: without
 gaps, the tokens of a step reach the engine's process after all blocks that the step filled, 20 ms
 late for a gigabyte. In a gap the engine's copies pass. It lasts until a word has gone the other
-way, which no kernel and no other copy delays, and some microseconds of the bus are lost
-(`python -m benchmarks.gpu.bus`).
+way, which no kernel and no other copy delays: some microseconds for every `GAP_BYTES`
+(`tests/gpu/test_pool_gpu.py`). Small copies to the device pass by themselves.
 
 `out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
 (xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought

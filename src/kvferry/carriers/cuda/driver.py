@@ -32,6 +32,7 @@ UUID_BYTES = 16
 
 # Numbers of cuda.h
 _PEER_ACCESS_ALREADY_ENABLED = 704
+_P2P_ATOMIC = 3  # of CUdevice_P2PAttribute
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
@@ -283,6 +284,13 @@ class Device:
         can = c_int()
         self._driver.call("cuDeviceCanAccessPeer", byref(can), self._handle, other._handle)
         return bool(can.value)
+
+    def links_to(self, other: Device) -> str:
+        """What lies between GPUs that reach each other. Only NVLink carries atomic operations."""
+        atomic = c_int()
+        call = "cuDeviceGetP2PAttribute"
+        self._driver.call(call, byref(atomic), _P2P_ATOMIC, self._handle, other._handle)
+        return "NVLink" if atomic.value else "PCIe"
 
     def reach(self, other: Device) -> None:
         """Let its kernels use the other's memory."""
