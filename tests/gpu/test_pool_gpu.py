@@ -150,10 +150,14 @@ def test_tokens_pass_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     length = np.full(32, 64 << 10, dtype=np.int64)
     order = np.random.default_rng(3).permutation(pages)
     objects = [Ranges(cache + np.arange(32) * (pages << 16) + (n << 16), length) for n in order]
-    waits: list[float] = []
-    with ThreadPoolExecutor(1) as thread:
-        for number in range(3):
-            keys = [f"block/{number}/{n}" for n in range(pages)]
+    monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
+
+    def tokens_wait(gap_bytes: int, thread: ThreadPoolExecutor) -> float:
+        """Milliseconds that the tokens of a step come late."""
+        monkeypatch.setattr(buses, "GAP_BYTES", gap_bytes)
+        waits: list[float] = []
+        for number in range(4):
+            keys = [f"block/{gap_bytes}/{number}/{n}" for n in range(pages)]
             with on.current():
                 for _ in range(STEP_ROUNDS):
                     step.zero(scratch, size)
@@ -171,7 +175,11 @@ def test_tokens_pass_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 tokens.synchronize()
             waits.append(copied.milliseconds_since(sampled))
             inner.evict(size, time.monotonic() + 60)
-    assert min(waits) < 5.0, waits  # of 20 for all blocks
+        return sorted(waits[1:])[1]  # kernels may be compiled in the first round
+
+    with ThreadPoolExecutor(1) as thread:
+        assert tokens_wait(buses.GAP_BYTES, thread) < 5.0
+        assert tokens_wait(1 << 60, thread) > 5.0  # without gaps: the 20 ms of all blocks
     store.close()
     with on.current():
         for address in (cache, scratch, there):

@@ -40,7 +40,7 @@ class Event(Handle):
 
     def wait(self) -> None: ...
 
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream: Any, *, waits: bool = False) -> None: ...
 
     def done(self) -> bool:
         return True
@@ -49,7 +49,7 @@ class Event(Handle):
 
 
 class Stream(Handle):
-    def __init__(self, *, urgent: bool = False) -> None:
+    def __init__(self, *, urgency: int = 0) -> None:
         super().__init__()
         self.waited: set[int] = set()
 
@@ -72,14 +72,12 @@ class Stream(Handle):
         gap_bytes: int = 1 << 62,
     ) -> None:
         self.begin()
+        rows, cuts = rows.cut(gap_bytes)
         fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
-        queued = 0
-        for copy in zip(*fields, rows.width, rows.height, strict=True):
+        for number, copy in enumerate(zip(*fields, rows.width, rows.height, strict=True)):
             host, host_pitch, device, device_pitch, width, height = map(int, copy)
-            queued += width * height
-            if queued > gap_bytes and gap is not None:
+            if number in cuts[1:] and gap is not None:
                 gap()
-                queued = width * height
             for row in range(height):
                 here, there = host + row * host_pitch, device + row * device_pitch
                 dst, src = (here, there) if outward else (there, here)
@@ -88,7 +86,7 @@ class Stream(Handle):
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
-    def wait_for(self, event: Event | int) -> None:
+    def wait_for(self, event: Event | int, *, waits: bool = False) -> None:
         if isinstance(event, int):
             self.waited.add(event)
             ahead[event]()

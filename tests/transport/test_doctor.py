@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -156,34 +155,19 @@ def test_bytes_that_differ_are_found() -> None:
     assert found == {"other": Tried("tcp", said)}
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU with its links to others: by ordinal, what lies between."""
-
-    ordinal: int
-    links: dict[int, str]
-
-    def can_reach(self, other: Gpu) -> bool:
-        return other.ordinal in self.links
-
-    def links_to(self, other: Gpu) -> str:
-        return self.links[other.ordinal]
-
-
 def test_several_gpus() -> None:
-    def found(*links: dict[int, str]) -> tuple[str, str, str]:
-        gpus = [Gpu(number, known) for number, known in enumerate(links)]
-        finding = doctor.between_gpus(gpus)  # type: ignore[arg-type]
+    def found(**links: str) -> tuple[str, str, str]:
+        pairs = {(int(pair[1]), int(pair[2])): link for pair, link in links.items()}
+        finding = doctor.between_gpus(pairs)
         return finding.state, finding.found, finding.advice
 
-    state, said, _ = found({1: "NVLink"}, {0: "NVLink"})
-    assert (state, said) == ("ok", "cuda: all over NVLink")
-    mixed = found({1: "NVLink", 2: "PCIe"}, {0: "NVLink", 2: "PCIe"}, {0: "PCIe", 1: "PCIe"})
+    assert found(_01="NVLink")[:2] == ("ok", "cuda: all over NVLink")
+    mixed = found(_01="NVLink", _02="PCIe", _12="PCIe")
     assert mixed[:2] == ("ok", "cuda: 0-1 over NVLink; 0-2, 1-2 over PCIe")
-    state, said, advice = found({1: "PCIe"}, {0: "PCIe"}, {0: "PCIe"})  # one way does not do
+    state, said, advice = found(_01="PCIe", _02="", _12="")
     assert (state, said) == ("info", "cuda: 0-1 over PCIe; 0-2, 1-2 have no peer access")
     assert "by tcp" in advice
-    assert found({}, {})[1] == "cuda: 0-1 have no peer access"
+    assert found(_01="")[1] == "cuda: 0-1 have no peer access"
 
 
 def test_rdma_devices(tmp_path: Path) -> None:

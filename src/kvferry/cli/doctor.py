@@ -33,7 +33,6 @@ from ctypes import byref, c_int
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from itertools import combinations
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal
@@ -55,7 +54,7 @@ from kvferry.carriers.auto import (
     require_options,
     select,
 )
-from kvferry.carriers.cuda.driver import Device, device, device_count, driver
+from kvferry.carriers.cuda.driver import device_count, driver, gpu_links
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
 from kvferry.errors import DescriptionError, KvferryError, install_command
@@ -251,8 +250,8 @@ def installed() -> Iterator[Finding]:
         else:
             yield Finding(name, "ok", version)
     yield cuda()
-    if (gpus := _gpus()) and len(gpus) > 1:
-        yield between_gpus(gpus)
+    if cuda().state == "ok" and device_count() > 1:
+        yield between_gpus(gpu_links())
     yield rdma()
 
 
@@ -276,17 +275,11 @@ def cuda() -> Finding:
     return Finding("CUDA", "ok", said)
 
 
-def _gpus() -> list[Device]:
-    return [device(n) for n in range(device_count())] if cuda().state == "ok" else []
-
-
-def between_gpus(gpus: Sequence[Device]) -> Finding:
+def between_gpus(found: Mapping[tuple[int, int], str]) -> Finding:
     """Which GPUs of this host read each other's memory, and over what."""
     links: dict[str, list[str]] = {}
-    for here, there in combinations(gpus, 2):
-        near = here.can_reach(there) and there.can_reach(here)
-        link = here.links_to(there) if near else ""
-        links.setdefault(link, []).append(f"{here.ordinal}-{there.ordinal}")
+    for (here, there), link in found.items():
+        links.setdefault(link, []).append(f"{here}-{there}")
     apart = links.pop("", [])
     said = [
         f"{'all' if len(links) == 1 and not apart else ', '.join(pairs)} over {link}"

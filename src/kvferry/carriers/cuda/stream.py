@@ -78,7 +78,7 @@ class StreamBuffers:
         *,
         triton: bool | None = None,
         slots: int = SLOTS,
-        urgent: bool = False,
+        urgency: int = 0,
     ) -> None:
         self.device = device
         self._most_slots = slots
@@ -88,9 +88,9 @@ class StreamBuffers:
         self._next = 0
         self._running = False  # whether numbers were brought since `begin`
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self.stream = kept(undo, CudaStream(urgent=urgent))
+            self.stream = kept(undo, CudaStream(urgency=urgency))
             # A second stream brings the next launch's numbers while the last launch runs.
-            self._aside = kept(undo, CudaStream(urgent=urgent))
+            self._aside = kept(undo, CudaStream(urgency=urgency))
             self._brought = kept(undo, CudaEvent())
             self._mark = kept(undo, CudaEvent())
             undo.pop_all()

@@ -18,13 +18,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from kvferry.carriers.base import Memory
-from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing, hashes_of, takes
+from kvferry.carriers.cuda.bus import (
+    MOST_HASHES,
+    MOST_RUNS,
+    Bus,
+    BusObjects,
+    Crossing,
+    cuts_of,
+    hashes_of,
+    takes,
+)
 from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
 from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
@@ -130,11 +139,11 @@ class DeviceStore(StagedStore):
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(keys)
+        done = np.zeros(len(keys), dtype=bool)
         try:
-            done = self._get_direct(keys, wanted, deadline)
+            self._get_direct(keys, wanted, deadline, done)
         except TransferError as error:
             log.warning("blocks are read through buffers: %s", text_of(error))
-            done = np.zeros(len(keys), dtype=bool)
         left = np.flatnonzero(~done).tolist()
         for at in np.flatnonzero(done).tolist():
             outcomes[at] = Outcome.DONE
@@ -144,11 +153,12 @@ class DeviceStore(StagedStore):
                 outcomes[at] = outcome
         return outcomes
 
-    def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
-        """Which objects are in their places. One thread keeps the bus busy: several would take the
-        interpreter's lock from each other."""
+    def _get_direct(
+        self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float, done: Bools
+    ) -> None:
+        """Notes in `done` which objects are in their places. One thread keeps the bus busy: several
+        would take the interpreter's lock from each other."""
         good = np.array(inside(self._regions, wanted), dtype=bool)
-        done = np.zeros(len(keys), dtype=bool)
         bounds = [0, *range(FIRST_OBJECTS, len(keys), PART_OBJECTS), len(keys)]
         before: tuple[int, Lent, Ints, Crossing] | None = None
         with contextlib.ExitStack() as under_way:
@@ -156,18 +166,15 @@ class DeviceStore(StagedStore):
                 lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
                 some = wanted[first:last]
                 which = np.flatnonzero(lent.there & good[first:last])
-                which = which[_fits(some, lent, which)]
-                if not len(which):
-                    continue
-                objects = _objects(lent.place[which], lent.length[which], some, which)
-                crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
-                under_way.callback(crossing.close)
-                if before is not None:
-                    done[before[0] + _arrived(*before[1:])] = True
-                before = first, lent, which, crossing
+                for few in _together(some, lent, which[_fits(some, lent, which)]):
+                    objects = _objects(lent.place[few], lent.length[few], some, few)
+                    crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
+                    under_way.callback(crossing.close)
+                    if before is not None:
+                        done[before[0] + _arrived(*before[1:])] = True
+                    before = first, lent, few, crossing
             if before is not None:
                 done[before[0] + _arrived(*before[1:])] = True
-        return done
 
 
 class _Put:
@@ -273,6 +280,17 @@ def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
         for at in np.flatnonzero(fits).tolist():
             fits[at] = takes(lent.length[which[at] : which[at] + 1], CHUNK_BYTES)
     return np.asarray(fits)
+
+
+def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Ints]:
+    """As many of these at a time as one crossing takes."""
+    if not len(which):
+        return
+    hashes = hashes_of(lent.length[which], CHUNK_BYTES)
+    runs = np.array(by_lengths(wanted, len), dtype=np.int64)[which]
+    share = np.maximum(hashes * (MOST_RUNS // MOST_HASHES), runs)
+    for first, last in pairwise(cuts_of(share, MOST_RUNS)):
+        yield which[first:last]
 
 
 def _span(parts: Slices | Alike) -> list[int]:
