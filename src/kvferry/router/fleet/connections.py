@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to engines, for httpx: HTTP/1.1 by h11, straight on asyncio.
+"""Connections to engines: HTTP/1.1 by h11, straight on asyncio.
+
+Requests of clients use `EngineTransport.ask`. Probes and the like use httpx on the same
+connections: its requests, answers and layers of iterators take as long as all the rest here.
 
 httpx's own transport looks at every connection for each request, and takes locks that a cancelled
 request may never give back. Here a connection belongs to one request at a time, so there is nothing
@@ -17,6 +20,7 @@ read as fast as their client takes them.
 from __future__ import annotations
 
 import asyncio
+import math
 import select
 import ssl
 from collections.abc import AsyncIterator
@@ -25,6 +29,8 @@ from dataclasses import dataclass
 import h11
 import httpx
 
+from kvferry.router.api import Headers
+
 _MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 _SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
@@ -32,10 +38,18 @@ _EVENTS = h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class Origin:
+    """Where a server listens."""
+
     host: str
     port: int
     secure: bool
+
+    @classmethod
+    def of(cls, url: httpx.URL) -> Origin:
+        secure = url.scheme == "https"
+        # raw_host: as it is on the wire, also for names that are not ASCII.
+        return cls(url.raw_host.decode(), url.port or (443 if secure else 80), secure)
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -48,32 +62,45 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._most_idle = most_idle
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
-        self._idle: dict[_Origin, dict[_Connection, None]] = {}  # the newest is last
+        self._idle: dict[Origin, dict[_Connection, None]] = {}  # the newest is last
         self._idle_count = 0
         self._all: set[_Connection] = set()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        url = request.url
-        secure = url.scheme == "https"
-        # raw_host: as it is on the wire, also for names that are not ASCII.
-        origin = _Origin(url.raw_host.decode(), url.port or (443 if secure else 80), secure)
+    async def ask(
+        self,
+        origin: Origin,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: bytes,
+        until: float = math.inf,
+    ) -> EngineAnswer:
+        """The head of an answer, whose body is read from it. `headers` are sent as they are.
+
+        Raises what httpx does, and TimeoutError `until`, in the loop's time. A connection has
+        `connect_seconds` in any case.
+        """
         connection = self._take(origin) or await self._connect(origin)
         try:
-            assert isinstance(request.stream, httpx.AsyncByteStream)
-            body = b"".join([part async for part in request.stream])
-            connection.send(request.method.encode(), url.raw_path, request.headers.raw, body)
-            head = await connection.head()
+            connection.send(method, target, headers, body)
+            head = await connection.head(until)
         except BaseException:
             connection.close()
             raise
-        stream = _Stream(connection)
-        return httpx.Response(head.status_code, headers=head.headers.raw_items(), stream=stream)
+        return EngineAnswer(head.status_code, head.headers.raw_items(), connection)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        body = b"".join([part async for part in request.stream])
+        url, method = request.url, request.method.encode()
+        got = await self.ask(Origin.of(url), method, url.raw_path, request.headers.raw, body)
+        return httpx.Response(got.status, headers=got.headers, stream=_Stream(got))
 
     async def aclose(self) -> None:
         for connection in list(self._all):
             connection.close()
 
-    def _take(self, origin: _Origin) -> _Connection | None:
+    def _take(self, origin: Origin) -> _Connection | None:
         while idle := self._idle.get(origin):
             connection = next(reversed(idle))
             self._not_idle(connection)
@@ -82,7 +109,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
-    async def _connect(self, origin: _Origin) -> _Connection:
+    async def _connect(self, origin: Origin) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
@@ -130,7 +157,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, pool: EngineTransport, origin: _Origin) -> None:
+    def __init__(self, pool: EngineTransport, origin: Origin) -> None:
         self.origin = origin
         self.expiry: asyncio.TimerHandle | None = None  # while it is idle
         self._pool = pool
@@ -199,27 +226,24 @@ class _Connection(asyncio.Protocol):
             if part:
                 self._transport.write(part)
 
-    async def head(self) -> h11.Response:
+    async def head(self, until: float) -> h11.Response:
         while not isinstance(event := self._parsed(), h11.Response):  # 1xx are passed over
             if event is None:
-                await self._more()
+                await self._more(until)
         return event
 
-    async def body(self) -> AsyncIterator[bytes]:
-        """What has come, as soon as it comes."""
+    async def read(self, until: float) -> bytes:
+        """What has come of the body, as soon as something has; empty at its end."""
         parts: list[bytes] = []
-        while True:
+        while self._h11.their_state is h11.SEND_BODY:
             event = self._parsed()
             if isinstance(event, h11.Data):
                 parts.append(bytes(event.data))
-                continue
-            if parts:
-                yield b"".join(parts)
-                parts.clear()
-            if event is None:
-                await self._more()
-            else:
-                return
+            elif event is None:
+                if parts:
+                    break
+                await self._more(until)
+        return b"".join(parts)
 
     def done(self) -> None:
         """Its request is over: keep the connection if it is at the end of an answer."""
@@ -249,11 +273,18 @@ class _Connection(asyncio.Protocol):
         assert isinstance(event, _EVENTS)
         return event
 
-    async def _more(self) -> None:
-        """Wait for data, or the end, and give it to h11."""
+    async def _more(self, until: float) -> None:
+        """Wait for data, or the end, and give it to h11. Raises TimeoutError."""
         if not self._unread and not self._ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            # Not asyncio.timeout, which takes several times as long; this is done for every event.
+            late = None if until == math.inf else loop.call_at(until, _expire, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                if late is not None:
+                    late.cancel()
         if self._unread:
             self._h11.receive_data(b"".join(self._unread))
             self._unread.clear()
@@ -267,16 +298,36 @@ class _Connection(asyncio.Protocol):
         self._h11.receive_data(b"")
 
 
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
+
+
 @dataclass(slots=True)
-class _Stream(httpx.AsyncByteStream):
+class EngineAnswer:
+    """An answer whose head has come. `close` gives its connection back."""
+
+    status: int
+    headers: Headers  # names as the engine wrote them
     connection: _Connection | None  # None: given back
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        if self.connection is not None:
-            async for data in self.connection.body():
-                yield data
+    async def read(self, until: float = math.inf) -> bytes:
+        """The next bytes of the body; empty at its end. Raises TimeoutError."""
+        return b"" if self.connection is None else await self.connection.read(until)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.done()
+
+
+@dataclass(slots=True)
+class _Stream(httpx.AsyncByteStream):
+    answer: EngineAnswer
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while data := await self.answer.read():
+            yield data
+
+    async def aclose(self) -> None:
+        self.answer.close()
