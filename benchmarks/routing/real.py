@@ -207,7 +207,8 @@ async def _alone(url: str, asks: Sequence[Ask]) -> list[str]:
 
 def _cache_bytes_per_token() -> int:
     config = llama_config(num_hidden_layers=LAYERS)
-    return LAYERS * 2 * config["num_key_value_heads"] * config["head_dim"] * 4  # fp32
+    heads: int = config["num_key_value_heads"] * config["head_dim"]
+    return LAYERS * 2 * heads * 4  # fp32
 
 
 def _say(what: str) -> None:

@@ -202,9 +202,7 @@ class ApiRoute:
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(
-            send, asked.request_id, router.limits.client_seconds, lambda: router.draining
-        )
+        reply = ClientReply(send, asked.request_id, lambda: router.draining)
         begun = time.monotonic()
         outcome = "internal"
         try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to engines: HTTP/1.1 by h11, straight on asyncio.
+"""Connections to engines: HTTP/1.1, straight on asyncio.
+
+h11 writes requests and reads heads of answers. Bodies are read here: a stream has a chunk for every
+token, for each of which h11 takes as long as all the rest of this module.
 
 Requests of clients use `EngineTransport.ask`. Probes and the like use httpx on the same
 connections: its requests, answers and layers of iterators take as long as all the rest here.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import select
 import ssl
 from collections.abc import AsyncIterator
@@ -34,7 +38,7 @@ from kvferry.router.api import Headers
 _MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 _SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
-_EVENTS = h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ class _Connection(asyncio.Protocol):
         self.origin = origin
         self.expiry: asyncio.TimerHandle | None = None  # while it is idle
         self._pool = pool
-        self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        self._body: _Body | None = None  # once the head has come
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._ended = False  # the engine sends nothing more
@@ -212,6 +216,8 @@ class _Connection(asyncio.Protocol):
         self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
         """Raises httpx.LocalProtocolError if this is no HTTP."""
+        self._body = None
+        self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         try:
             request = h11.Request(method=method, target=target, headers=headers)
             parts = [self._h11.send(request)]
@@ -227,34 +233,41 @@ class _Connection(asyncio.Protocol):
                 self._transport.write(part)
 
     async def head(self, until: float) -> h11.Response:
-        while not isinstance(event := self._parsed(), h11.Response):  # 1xx are passed over
-            if event is None:
-                await self._more(until)
+        """Raises httpx.RemoteProtocolError."""
+        try:
+            while not isinstance(event := self._h11.next_event(), h11.Response):
+                if event is h11.NEED_DATA:  # 1xx are passed over
+                    data = await self._more(until)
+                    if not data:
+                        raise httpx.RemoteProtocolError(
+                            "the engine closed the connection without an answer"
+                        )
+                    self._h11.receive_data(data)
+        except h11.RemoteProtocolError as error:
+            raise httpx.RemoteProtocolError(str(error)) from error
+        self._body = _Body(event)
+        if early := self._h11.trailing_data[0]:
+            self._body.receive(bytes(early))
         return event
 
     async def read(self, until: float) -> bytes:
         """What has come of the body, as soon as something has; empty at its end."""
-        parts: list[bytes] = []
-        while self._h11.their_state is h11.SEND_BODY:
-            event = self._parsed()
-            if isinstance(event, h11.Data):
-                parts.append(bytes(event.data))
-            elif event is None:
-                if parts:
-                    break
-                await self._more(until)
-        return b"".join(parts)
+        body = self._body
+        assert body is not None
+        while not body.parts and not body.whole:
+            body.receive(await self._more(until))
+        data = b"".join(body.parts)
+        body.parts.clear()
+        return data
 
     def done(self) -> None:
         """Its request is over: keep the connection if it is at the end of an answer."""
-        ours, theirs = self._h11.our_state, self._h11.their_state
-        whole = ours is h11.DONE and theirs is h11.DONE
+        body = self._body
+        kept = body is not None and body.whole and body.keeps and not body.parts
         # Bytes behind an answer would be taken for another client's.
-        more = self._unread or self._h11.trailing_data[0]
-        if not whole or more or self._ended or self._transport.is_closing():
+        if not kept or self._unread or self._ended or self._transport.is_closing():
             self.close()
             return
-        self._h11.start_next_cycle()
         self._transport.resume_reading()
         self._pool.free(self)
 
@@ -262,19 +275,8 @@ class _Connection(asyncio.Protocol):
         self._pool.lost(self)
         self._transport.abort()
 
-    def _parsed(self) -> _EVENTS | None:
-        """The next event; None: more data is needed. Raises httpx.RemoteProtocolError."""
-        try:
-            event = self._h11.next_event()
-        except h11.RemoteProtocolError as error:
-            raise httpx.RemoteProtocolError(str(error)) from error
-        if event is h11.NEED_DATA or event is h11.PAUSED:
-            return None
-        assert isinstance(event, _EVENTS)
-        return event
-
-    async def _more(self, until: float) -> None:
-        """Wait for data, or the end, and give it to h11. Raises TimeoutError."""
+    async def _more(self, until: float) -> bytes:
+        """The next data; empty at the end. Raises TimeoutError."""
         if not self._unread and not self._ended:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -285,22 +287,79 @@ class _Connection(asyncio.Protocol):
             finally:
                 if late is not None:
                     late.cancel()
-        if self._unread:
-            self._h11.receive_data(b"".join(self._unread))
-            self._unread.clear()
-            self._unread_bytes = 0
-            self._transport.resume_reading()
-            return
-        if self._error is not None:
+        if not self._unread and self._error is not None:
             raise httpx.ReadError(str(self._error)) from self._error
-        if self._h11.their_state is h11.SEND_RESPONSE:
-            raise httpx.RemoteProtocolError("the engine closed the connection without an answer")
-        self._h11.receive_data(b"")
+        data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._unread_bytes = 0
+        self._transport.resume_reading()
+        return data
 
 
 def _expire(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_exception(TimeoutError())
+
+
+class _Body:
+    """The body of one answer, as it comes."""
+
+    def __init__(self, head: h11.Response) -> None:
+        said = dict(head.headers)  # h11 has refused lengths that can be read in two ways
+        self.parts: list[bytes] = []  # not read yet
+        # Whether the connection can bring another answer.
+        closes = b"close" in said.get(b"connection", b"").lower()
+        self.keeps = head.http_version == b"1.1" and not closes
+        self._chunked = b"transfer-encoding" in said
+        self._left = math.inf  # of the body, or of a chunk; infinite: until the connection ends
+        if head.status_code in (204, 304):
+            self._chunked, self._left = False, 0
+        elif self._chunked:
+            self._left = 0
+        elif b"content-length" in said:
+            self._left = int(said[b"content-length"])
+        self.whole = not self._chunked and not self._left
+        self._line = b""  # between chunks: a line that has not come to its end
+        self._behind_chunk = self._behind_last = False
+
+    def receive(self, data: bytes) -> None:
+        """Nothing: the connection has ended. Raises httpx.RemoteProtocolError."""
+        if not data and not self.whole:
+            self.whole, self.keeps = self._left == math.inf, False
+            if not self.whole:
+                raise httpx.RemoteProtocolError("the engine closed connection within its answer")
+        data, at = self._line + data, 0
+        while not self.whole and at < len(data):
+            if self._left:
+                end = int(min(len(data), at + self._left))
+                self.parts.append(data[at:end])
+                self._left -= end - at
+                at = end
+                self._behind_chunk = self._chunked and not self._left
+                self.whole = not self._chunked and not self._left
+                continue
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                break
+            self._read_line(data[at:end])
+            at = end + 2
+        self._line = data[at:]
+        if len(self._line) > _MAX_HEAD_BYTES:
+            raise httpx.RemoteProtocolError("a line between two chunks of the answer is too long")
+        if self.whole and self._line:
+            self.keeps = False  # these bytes would be taken for the next answer
+
+    def _read_line(self, line: bytes) -> None:
+        """The size of a chunk, the end of one, or what follows the last one."""
+        if self._behind_last:
+            self.whole = not line  # other lines are trailers, which say nothing to a client
+        elif self._behind_chunk and not line:
+            self._behind_chunk = False
+        elif not self._behind_chunk and (found := _CHUNK_SIZE.fullmatch(line)):
+            self._left = int(found[1], 16)
+            self._behind_last = not self._left
+        else:
+            raise httpx.RemoteProtocolError(f"no chunk of an answer begins with {line[:40]!r}")
 
 
 @dataclass(slots=True)
