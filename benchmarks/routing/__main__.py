@@ -73,7 +73,8 @@ def main(
         if part is Part.ENGINES:
             ran = real.measure(conversations, rounds, vllm_router)
             if as_json:
-                print_json(msgspec.to_builtins(ran))
+                said = [msgspec.to_builtins(p) | {"ratio": p.ratio} for p in ran.predictions]
+                print_json(msgspec.to_builtins(ran) | {"predictions": said})
             else:
                 _print_real(ran)
             return
@@ -161,7 +162,9 @@ def _print_real(ran: real.RealRun) -> None:
         )
     )
     for connector, rates in ran.rates.items():
-        console.print(f"{connector}: {msgspec.json.encode(rates).decode()}", soft_wrap=True)
+        share = f"idle engines take {ran.idle[connector] * 100:.0f} % of the processors"
+        said = msgspec.json.encode(rates).decode()
+        console.print(f"{connector}: {share}; rates: {said}", soft_wrap=True, highlight=False)
 
 
 def _print_trace(found: list[trace.Comparison]) -> None:

@@ -21,11 +21,11 @@ from kvferry.errors import KvferryError
 from kvferry.simulate.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 32  # the CPU build takes multiples of it
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 8
 SYSTEMS, SYSTEM_TOKENS = 2, 256
 TURNS = 5
 TURN_TOKENS = (60, 180)
-PAUSE_SECONDS = 4.0  # between two turns of a conversation, on average
+PAUSE_SECONDS = 6.0  # between two turns of a conversation, on average
 ANSWER_SECONDS = 120.0  # for one whole answer
 WORDS = range(3, 500)  # of the tiny models
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `kvferry simulate` says of first tokens that were measured.
 
-`calibrate` measures what one request costs on idle engines, as a client sees it: a prompt by its
+`Calibration` measures what one request costs on idle engines, as a client sees it: a prompt by its
 tokens, a step by the streams that run, a hand-over by its tokens. `predict` replays the requests
 through modelled engines with these rates, and compares medians.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -30,11 +30,13 @@ from kvferry.simulate.run import FleetShape, Plan, Policy, simulate
 
 MOST_OFF = 0.2
 SIZES = (32, 128, 320, 640, 960, 1280)  # tokens of a prompt
-EACH = 5  # requests of one size, of which the median counts
+EACH = 3  # requests of one size, each time
 STREAMS = 4
 STREAM_TOKENS = 48
 CACHE_BYTES = float(1 << 30)  # VLLM_CPU_KVCACHE_SPACE
 CHUNK_TOKENS = 2048
+MOST_ATTENTION_TOKENS = 1e9  # where attention costs too little to be seen
+LEAST_LOAD_SECONDS = 1e-9  # of a token, the same for hand-overs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +68,49 @@ def predict(
     return Prediction(case, policy, statistics.median(measured_seconds) * 1e3, predicted * 1e3)
 
 
-async def calibrate(prefill: str, decode: str, bytes_per_token: int) -> EngineRates:
-    """What idle engines cost."""
-    dice = random.Random(3)
+class Calibration:
+    """What one request costs on idle engines. Measured as often as wanted; medians count."""
 
-    def text(tokens: int) -> str:
-        return " ".join(f"t{token}" for token in dice.choices(WORDS, k=tokens))
+    def __init__(self) -> None:
+        self._computed: dict[int, list[float]] = {size: [] for size in SIZES}
+        self._handed: dict[int, list[float]] = {size: [] for size in SIZES}
+        self._steps: dict[int, list[float]] = {1: [], STREAMS: []}
+        self._dice = random.Random(3)
 
-    async with StreamClient(decode) as d:
-        for size in SIZES:  # what happens only once
-            await d.ask(text(size))
-        by_tokens, handed = [], []
-        for size in SIZES:
-            firsts, loads = [], []
-            for _ in range(EACH):
-                firsts.append((await d.ask(text(size))).first_seconds)
-                loads.append(await _handed_over(prefill, d, text(size)))
-            by_tokens.append(statistics.median(firsts))
-            handed.append(statistics.median(loads))
-        one = await _step_seconds(d, [text(64)])
-        many = await _step_seconds(d, [text(64) for _ in range(STREAMS)])
-    growth = max(0.0, (many - one) / (STREAMS - 1))
-    fixed, each, square = _curve(SIZES, by_tokens, 2)
-    load_fixed, load_each = _curve(SIZES, [seconds - one for seconds in handed], 1)
-    return EngineRates(
-        bytes_per_token=bytes_per_token,
-        cache_bytes=CACHE_BYTES,
-        prefill=PrefillCost(fixed, each, each / (2 * square) if square > 0 else np.inf),
-        step=StepTime(one - growth, growth),
-        transfer=CopyCost(load_fixed, bytes_per_token / load_each),
-        chunk_tokens=CHUNK_TOKENS,
-        about="tiny engines, idle, as a client sees them",
-        command="python -m benchmarks.routing --part engines",
-    )
+    async def measure(self, prefill: str, decode: str) -> None:
+        async with StreamClient(decode) as client:
+            for size in SIZES:
+                for again in range(EACH + 1):
+                    computed = (await client.ask(self._text(size))).first_seconds
+                    handed = await _handed_over(prefill, client, self._text(size))
+                    if again:  # the first of a size pays for what happens only once
+                        self._computed[size].append(computed)
+                        self._handed[size].append(handed)
+            for count, steps in self._steps.items():
+                prompts = [self._text(SIZES[0]) for _ in range(count)]
+                steps += [await _step_seconds(client, prompts) for _ in range(EACH)]
+
+    def rates(self, bytes_per_token: int) -> EngineRates:
+        one, many = (statistics.median(steps) for steps in self._steps.values())
+        growth = max(0.0, (many - one) / (STREAMS - 1))
+        fixed, each, square = _curve(self._computed, 2)
+        attention = each / (2 * square) if square > 0 else MOST_ATTENTION_TOKENS
+        # The first token of a hand-over is the load, and a step.
+        loads = {size: [s - one for s in seconds] for size, seconds in self._handed.items()}
+        load_fixed, load_each = _curve(loads, 1)
+        return EngineRates(
+            bytes_per_token=bytes_per_token,
+            cache_bytes=CACHE_BYTES,
+            prefill=PrefillCost(fixed, each, attention),
+            step=StepTime(one - growth, growth),
+            transfer=CopyCost(load_fixed, bytes_per_token / max(load_each, LEAST_LOAD_SECONDS)),
+            chunk_tokens=CHUNK_TOKENS,
+            about="tiny engines, one request at a time, as a client sees them",
+            command="python -m benchmarks.routing --part engines",
+        )
+
+    def _text(self, tokens: int) -> str:
+        return " ".join(f"t{token}" for token in self._dice.choices(WORDS, k=tokens))
 
 
 async def _step_seconds(client: StreamClient, prompts: Sequence[str]) -> float:
@@ -119,13 +131,14 @@ async def _handed_over(prefill: str, decode: StreamClient, prompt: str) -> float
     return (await decode.ask(prompt, kv_transfer_params=ticket)).first_seconds
 
 
-def _curve(sizes: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
-    """Coefficients of a polynomial with none below 0, the constant first; by relative error."""
-    matrix = np.vander(np.asarray(sizes, float), degree + 1, increasing=True)
-    weights = 1 / np.asarray(seconds)
+def _curve(seen: Mapping[int, Sequence[float]], degree: int) -> list[float]:
+    """Seconds by size: a polynomial with no coefficient below 0, by relative error."""
+    sizes = np.asarray(list(seen), dtype=np.float64)
+    weights = 1 / np.asarray([statistics.median(seconds) for seconds in seen.values()])
+    matrix = np.vander(sizes, degree + 1, increasing=True) * weights[:, None]
     while True:
-        found, *_ = np.linalg.lstsq(matrix * weights[:, None], np.ones(len(sizes)), rcond=None)
-        negative = [at for at, value in enumerate(found) if value < 0]
+        found, *_ = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)
+        negative = [at for at, value in enumerate(found) if value < -1e-12]
         if not negative:
-            return [float(value) for value in found]
+            return [max(0.0, float(value)) for value in found]
         matrix[:, negative[-1]] = 0.0  # then its coefficient is 0

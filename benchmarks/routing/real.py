@@ -5,12 +5,13 @@ All cases take turns in one run, over the same prompts at the same times:
 
     kvferry, cost              engines with FerryConnector
     kvferry, load              the same engines, `--place load`: always handed over
-    vllm-router, cache_aware   engines with vLLM's NixlConnector
     vllm-router, round_robin   the same engines
+    vllm-router, cache_aware   engines with vLLM's NixlConnector
 
 The last two need `--vllm-router PROGRAM`. Each time a router is started anew, sees some other
 conversations first, and then finds empty caches. While one set of engines is asked, the other one
-is stopped (SIGSTOP), because some connectors have threads that never rest.
+is stopped (SIGSTOP), because some connectors have threads that never rest: `idle` says what share
+of the processors such engines take while nobody asks them.
 
     first token   while requests come at their times
     hits          tokens of these prompts that no engine computed, by the engines' own counters
@@ -49,7 +50,7 @@ from benchmarks.routing.conversations import (
     conversations,
     one_after_another,
 )
-from benchmarks.routing.predict import Prediction, calibrate, predict
+from benchmarks.routing.predict import Calibration, Prediction, predict
 from kvferry.errors import KvferryError
 from kvferry.simulate.engine import EngineRates
 from kvferry.simulate.run import Policy
@@ -58,10 +59,11 @@ from tiny_models import llama_config, make_model
 from vllm_engines import Engine, events_of, free_port, open_log, publish_events
 from vllm_pairs import started
 
-LAYERS = 8
+LAYERS = 4
 CHUNK_TOKENS = 2048  # max_num_batched_tokens
 DECODE = 2  # engines
 START_SECONDS = 60.0  # of a router
+IDLE_SECONDS = 3.0  # of looking
 RESET_SECONDS = 60.0  # for the blocks of ended requests to come back
 WARM_UP = 3  # conversations
 COMPUTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"}'
@@ -81,14 +83,14 @@ class Case:
 CASES = (
     Case("kvferry, cost", "FerryConnector", ("--place=cost",), "cost"),
     Case("kvferry, load", "FerryConnector", ("--place=load",), "least-loaded"),
-    Case("vllm-router, cache_aware", "NixlConnector", ("--policy", "cache_aware"), None, True),
     Case(
         "vllm-router, round_robin",
-        "NixlConnector",
+        "FerryConnector",
         ("--policy", "round_robin"),
         "round-robin",
         True,
     ),
+    Case("vllm-router, cache_aware", "NixlConnector", ("--policy", "cache_aware"), None, True),
 )
 
 
@@ -111,6 +113,7 @@ class RealRun:
     results: list[RealResult]
     predictions: list[Prediction]
     rates: dict[str, EngineRates]  # by connector
+    idle: dict[str, float]  # share of all processor time that idle engines take, by connector
 
 
 @dataclass(slots=True)
@@ -144,19 +147,20 @@ def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
         with first.awake():
             right = asyncio.run(_alone(first.prefill.url, asks))
         seen = {case.name: _Seen() for case in cases}
-        rates = {}
-        for connector, fleet in fleets.items():
-            with fleet.awake():
-                _say(f"what engines with {connector} cost")
-                rates[connector] = asyncio.run(
-                    calibrate(fleet.prefill.url, fleet.decode[0].url, _cache_bytes_per_token())
-                )
+        costs = {connector: Calibration() for connector in fleets}
+        idle = {}
         for number in range(rounds):
+            for connector, fleet in fleets.items():
+                with fleet.awake():
+                    _say(f"round {number + 1}: what engines with {connector} cost")
+                    idle[connector] = _idle_share(fleet)
+                    asyncio.run(costs[connector].measure(fleet.prefill.url, fleet.decode[0].url))
             for case in cases if number % 2 == 0 else reversed(cases):
                 _say(f"round {number + 1}: {case.name}")
                 fleet = fleets[case.connector]
                 with fleet.awake(), _router(case, fleet, vllm_router, folder) as url:
                     _round(url, fleet, asks, right, seen[case.name])
+        rates = {name: each.rates(_cache_bytes_per_token()) for name, each in costs.items()}
         predictions = [
             predict(case.name, case.like, asks, rates[case.connector], DECODE, told)
             for case in cases
@@ -164,7 +168,7 @@ def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
             for told in [[each.first_seconds for each in seen[case.name].told]]
         ]
         results = [_result(case.name, seen[case.name], len(asks) * rounds) for case in cases]
-        return RealRun(results, predictions, rates)
+        return RealRun(results, predictions, rates, idle)
 
 
 def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], seen: _Seen) -> None:
@@ -213,6 +217,13 @@ def _cache_bytes_per_token() -> int:
 
 def _say(what: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+def _idle_share(fleet: _Fleet) -> float:
+    look = _Look(fleet)
+    time.sleep(IDLE_SECONDS)
+    busy, others = look.shares()
+    return busy - others
 
 
 # Engines
