@@ -38,7 +38,7 @@ def main(
         float, typer.Option(help="overhead: other programs' share, in a round that counts.")
     ] = 1.0,
     patience_seconds: Annotated[float, typer.Option(help="overhead: for such rounds.")] = 300.0,
-    conversations: Annotated[int, typer.Option(help="engines: of five turns each.", min=2)] = 10,
+    conversations: Annotated[int, typer.Option(help="engines: of five turns each.", min=2)] = 6,
     vllm_router: Annotated[
         Path | None, typer.Option(help="engines: vllm-router's program, to compare with.")
     ] = None,
