@@ -147,12 +147,13 @@ def _print_real(ran: real.RealRun) -> None:
     console.print(table(head, rows))
     console.print(
         table(
-            ("first token p50 ms", "measured", "simulated", "policy", "ratio", "bar"),
+            ("first token p50 ms", "measured", "simulated", "router", "policy", "ratio", "bar"),
             [
                 (
                     each.case,
                     f"{each.measured_ms:.0f}",
                     f"{each.predicted_ms:.0f}",
+                    f"{each.router_ms:.0f}",
                     each.policy,
                     f"{each.ratio:.2f}",
                     "met" if each.met else "NOT MET",

@@ -2,8 +2,9 @@
 """What `kvferry simulate` says of first tokens that were measured.
 
 `Calibration` measures what one request costs on idle engines, as a client sees it: a prompt by its
-tokens, a step by the streams that run, a hand-over by its tokens. `predict` replays the requests
-through modelled engines with these rates, and compares medians.
+tokens, a step by the streams that run, a hand-over by its tokens. What single requests through a
+router take longer than that is the router's time. `predict` replays all requests through modelled
+engines with these rates, and compares medians.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
+import msgspec
 import numpy as np
 
 from benchmarks.routing.conversations import (
@@ -32,6 +34,7 @@ MOST_OFF = 0.2
 SIZES = (32, 128, 320, 640, 960, 1280)  # tokens of a prompt
 EACH = 3  # requests of one size, each time
 STREAMS = 4
+SINGLES, SINGLE_TOKENS, SINGLE_SECONDS = 9, 320, 0.7
 STREAM_TOKENS = 48
 CACHE_BYTES = float(1 << 30)  # VLLM_CPU_KVCACHE_SPACE
 CHUNK_TOKENS = 2048
@@ -45,6 +48,7 @@ class Prediction:
     policy: Policy
     measured_ms: float  # median of first tokens
     predicted_ms: float
+    router_ms: float  # that single requests took longer through the router than the engines did
 
     @property
     def ratio(self) -> float:
@@ -61,11 +65,26 @@ def predict(
     asks: Sequence[Ask],
     rates: EngineRates,
     decode: int,
+    single_seconds: Sequence[float],
     measured_seconds: Sequence[float],
 ) -> Prediction:
-    plan = Plan(policy, FleetShape(prefill=1, decode=decode), rates)
-    predicted = simulate(as_trace(asks), plan).first_token.p50
-    return Prediction(case, policy, statistics.median(measured_seconds) * 1e3, predicted * 1e3)
+    """`single_seconds`: first tokens of `single_asks`, one at a time, through the router."""
+    shape = FleetShape(prefill=1, decode=decode)
+
+    def median(asks: Sequence[Ask], rates: EngineRates) -> float:
+        return simulate(as_trace(asks), Plan(policy, shape, rates)).first_token.p50
+
+    router = max(0.0, statistics.median(single_seconds) - median(single_asks(), rates))
+    predicted = median(asks, msgspec.structs.replace(rates, router_seconds=router))
+    measured = statistics.median(measured_seconds)
+    return Prediction(case, policy, measured * 1e3, predicted * 1e3, router * 1e3)
+
+
+def single_asks() -> list[Ask]:
+    """Prompts that share nothing, at times at which nothing else runs."""
+    dice = random.Random(5)
+    texts = (tuple(dice.choices(WORDS, k=SINGLE_TOKENS)) for _ in range(SINGLES))
+    return [Ask(SINGLE_SECONDS * at, at, text) for at, text in enumerate(texts)]
 
 
 class Calibration:

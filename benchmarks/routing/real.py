@@ -50,7 +50,7 @@ from benchmarks.routing.conversations import (
     conversations,
     one_after_another,
 )
-from benchmarks.routing.predict import Calibration, Prediction, predict
+from benchmarks.routing.predict import Calibration, Prediction, predict, single_asks
 from kvferry.errors import KvferryError
 from kvferry.simulate.engine import EngineRates
 from kvferry.simulate.run import Policy
@@ -120,6 +120,7 @@ class RealRun:
 class _Seen:
     """What one case has shown so far."""
 
+    singles: list[Told] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     hit_tokens: int = 0
     prompt_tokens: int = 0
@@ -161,18 +162,23 @@ def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
                 with fleet.awake(), _router(case, fleet, vllm_router, folder) as url:
                     _round(url, fleet, asks, right, seen[case.name])
         rates = {name: each.rates(_cache_bytes_per_token()) for name, each in costs.items()}
-        predictions = [
-            predict(case.name, case.like, asks, rates[case.connector], DECODE, told)
-            for case in cases
-            if case.like is not None
-            for told in [[each.first_seconds for each in seen[case.name].told]]
-        ]
+        predictions = []
+        for case in cases:
+            singles, told = (
+                [each.first_seconds for each in seen_there]
+                for seen_there in (seen[case.name].singles, seen[case.name].told)
+            )
+            if case.like is not None:
+                cost = rates[case.connector]
+                found = predict(case.name, case.like, asks, cost, DECODE, singles, told)
+                predictions.append(found)
         results = [_result(case.name, seen[case.name], len(asks) * rounds) for case in cases]
         return RealRun(results, predictions, rates, idle)
 
 
 def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], seen: _Seen) -> None:
     asyncio.run(one_after_another(url, conversations(WARM_UP, seed=2)))
+    seen.singles += asyncio.run(at_their_times(url, single_asks()))
     fleet.forget()
     before, look = fleet.computed_tokens(), _Look(fleet)
     told = asyncio.run(at_their_times(url, asks))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.routing.conversations import BLOCK_TOKENS, SYSTEM_TOKENS, as_trace, conversations
-from benchmarks.routing.predict import SIZES, STREAMS, Calibration, predict
+from benchmarks.routing.predict import SIZES, STREAMS, Calibration, predict, single_asks
 
 STEP, MORE, FIXED, TOKEN, ATTENTION, LOAD, LOADED = 0.008, 0.001, 0.02, 2e-4, 900.0, 0.015, 1e-6
 
@@ -49,12 +49,21 @@ def test_rates_are_read_off_what_engines_took() -> None:
     assert rates.transfer.bytes_per_second == pytest.approx(16_384 / LOADED)
 
 
-def test_one_request_is_predicted_as_it_was_measured() -> None:
+def test_requests_are_predicted_with_the_routers_time_that_single_ones_showed() -> None:
+    rates, router = calibrated().rates(16_384), 0.03
+
+    def alone(size: int) -> float:
+        return FIXED + TOKEN * (size + size * size / (2 * ATTENTION))
+
+    def load(size: int) -> float:
+        return LOAD + LOADED * size + STEP + MORE
+
     ask = conversations(2)[0]
-    rates, size = calibrated().rates(16_384), len(ask.tokens)
-    alone = FIXED + TOKEN * (size + size * size / (2 * ATTENTION))
-    found = predict("one", "round-robin", [ask], rates, 2, [alone])
-    load = LOAD + LOADED * size + STEP + MORE
-    assert found.predicted_ms == pytest.approx((alone + load) * 1e3, rel=0.01)
-    found = predict("one", "cost", [ask], rates, 2, [alone])
-    assert found.predicted_ms == pytest.approx(alone * 1e3, rel=0.01) and found.met
+    size, single = len(ask.tokens), len(single_asks()[0].tokens)
+    handed = [alone(single) + load(single) + router]
+    found = predict("one", "round-robin", [ask], rates, 2, handed, [1.0])
+    assert found.router_ms == pytest.approx(router * 1e3, rel=0.01)
+    assert found.predicted_ms == pytest.approx((alone(size) + load(size) + router) * 1e3, rel=0.01)
+    measured = alone(size) + router
+    found = predict("one", "cost", [ask], rates, 2, [alone(single) + router], [measured])
+    assert found.ratio == pytest.approx(1, rel=0.01) and found.met
