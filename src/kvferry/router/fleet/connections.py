@@ -42,7 +42,7 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class EngineOrigin:
     """Where a server listens."""
 
     host: str
@@ -50,7 +50,7 @@ class Origin:
     secure: bool
 
     @classmethod
-    def of(cls, url: httpx.URL) -> Origin:
+    def of(cls, url: httpx.URL) -> EngineOrigin:
         secure = url.scheme == "https"
         # raw_host: as it is on the wire, also for names that are not ASCII.
         return cls(url.raw_host.decode(), url.port or (443 if secure else 80), secure)
@@ -66,13 +66,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._most_idle = most_idle
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
-        self._idle: dict[Origin, dict[_Connection, None]] = {}  # the newest is last
+        self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
         self._idle_count = 0
         self._all: set[_Connection] = set()
 
     async def ask(
         self,
-        origin: Origin,
+        origin: EngineOrigin,
         method: bytes,
         target: bytes,
         headers: Headers,
@@ -97,14 +97,14 @@ class EngineTransport(httpx.AsyncBaseTransport):
         assert isinstance(request.stream, httpx.AsyncByteStream)
         body = b"".join([part async for part in request.stream])
         url, method = request.url, request.method.encode()
-        got = await self.ask(Origin.of(url), method, url.raw_path, request.headers.raw, body)
+        got = await self.ask(EngineOrigin.of(url), method, url.raw_path, request.headers.raw, body)
         return httpx.Response(got.status, headers=got.headers, stream=_Stream(got))
 
     async def aclose(self) -> None:
         for connection in list(self._all):
             connection.close()
 
-    def _take(self, origin: Origin) -> _Connection | None:
+    def _take(self, origin: EngineOrigin) -> _Connection | None:
         while idle := self._idle.get(origin):
             connection = next(reversed(idle))
             self._not_idle(connection)
@@ -113,7 +113,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
-    async def _connect(self, origin: Origin) -> _Connection:
+    async def _connect(self, origin: EngineOrigin) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
@@ -161,7 +161,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, pool: EngineTransport, origin: Origin) -> None:
+    def __init__(self, pool: EngineTransport, origin: EngineOrigin) -> None:
         self.origin = origin
         self.expiry: asyncio.TimerHandle | None = None  # while it is idle
         self._pool = pool

@@ -45,7 +45,7 @@ import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.fleet.connections import EngineAnswer, EngineTransport, Origin
+from kvferry.router.fleet.connections import EngineAnswer, EngineTransport, EngineOrigin
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
@@ -592,7 +592,7 @@ class Fleet:
 class _Address:
     """A URL, as a request needs it."""
 
-    origin: Origin
+    origin: EngineOrigin
     host: bytes  # the header
     target: bytes
 
@@ -600,7 +600,7 @@ class _Address:
 @lru_cache(4 * 256)  # routes of engines
 def _address(url: str) -> _Address:
     parsed = httpx.URL(url)
-    return _Address(Origin.of(parsed), parsed.netloc, parsed.raw_path)
+    return _Address(EngineOrigin.of(parsed), parsed.netloc, parsed.raw_path)
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
