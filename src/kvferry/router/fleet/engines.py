@@ -45,7 +45,7 @@ import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.fleet.connections import EngineAnswer, EngineTransport, EngineOrigin
+from kvferry.router.fleet.connections import EngineAnswer, EngineOrigin, EngineTransport
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
