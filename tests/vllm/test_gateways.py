@@ -117,6 +117,17 @@ def test_without_a_ticket_the_decode_engine_computes(fronts: Fronts) -> None:
     assert fronts.loads == 0
 
 
+@pytest.mark.parametrize("fronts", ["nixl"], indirect=True)
+def test_anothers_ticket_is_not_used(fronts: Fronts) -> None:
+    mine, other = prompt(6, 100), prompt(7, 100)
+    body = {"prompt": other, "max_tokens": 1, PARAMS: toy_proxy_prefill()}
+    ticket = gateways.send(fronts.p.url, "/v1/completions", body, JSON_HEADERS).json()[PARAMS]
+    body = {"prompt": mine, "max_tokens": 8, PARAMS: through_go(ticket)}
+    answer = gateways.send(fronts.d.url, "/v1/completions", body, JSON_HEADERS)
+    assert answer.token_ids() == expected(mine, 8) != expected(other, 8)
+    assert fronts.loads == 0
+
+
 @needs_the_program
 def test_vllm_router_before_engines_without_a_model(fronts: Fronts, tmp_path: Path) -> None:
     urls, log = (fronts.p.url, fronts.d.url), tmp_path / "router.log"
