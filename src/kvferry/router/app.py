@@ -67,7 +67,7 @@ def make_app(config: RouterConfig) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            sending(router.spans),
+            sending() as router.spans,
             router.sources.running(),
             router.fleet.running(),
             router.placing.running(),

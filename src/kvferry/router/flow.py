@@ -156,7 +156,7 @@ class Router:
         }
         self.placing = Placer(self.fleet, config, self.registry)
         self.live = LiveState(self.now)
-        self.spans = RouterSpans.from_environment()
+        self.spans: RouterSpans | None = None  # while the server runs, and was told of a collector
 
     def now(self) -> RouterNow:
         """What the page shows of this moment."""

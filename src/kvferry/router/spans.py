@@ -74,7 +74,7 @@ class RouterSpans:
         except Exception as error:  # a bad variable of OpenTelemetry's must not stop the router
             log.warning("no traces: %s is set, but OpenTelemetry does not start: %s", named, error)
             return None
-        log.info("traces go to %s", os.environ[named])
+        log.info("traces go to the collector that %s names", named)  # it may hold a password
         return made
 
     def request(self, method: str, path: str, request_id: bytes, headers: Headers) -> RequestSpans:
@@ -152,10 +152,11 @@ class RequestSpans:
 
 
 @asynccontextmanager
-async def sending(spans: RouterSpans | None) -> AsyncIterator[None]:
-    """Until the router stops."""
+async def sending() -> AsyncIterator[RouterSpans | None]:
+    """The spans of a router, until it stops."""
+    spans = RouterSpans.from_environment()
     try:
-        yield
+        yield spans
     finally:
         if spans is not None:
             await spans.close()
