@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel'")
 from kvferry.router.choice.model import PARTS
 from kvferry.router.spans import ENDPOINTS, RouterSpans
 from otlp_collector import Collector, attributes
-from router_cluster import Cluster, cluster
+from router_cluster import CHUNKS, Cluster, cluster, quick
 from waiting import wait_until
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -107,6 +108,21 @@ def test_the_figures_of_the_decision(collector: Collector) -> None:
         assert sum(spent.values()) == pytest.approx(told["kvferry.expected_seconds"])
         assert spent["prefill"] > 0 and told["kvferry.actual_seconds"] > 0
         assert "kvferry.prefill" not in told and "computed" in told["kvferry.why"]
+
+
+def test_a_request_that_waits_for_its_turn(collector: Collector) -> None:
+    limits = quick(max_running=1, queue_seconds=20.0, first_byte_seconds=20.0)
+    with cluster(prefill=0, limits=limits) as c, ThreadPoolExecutor(2) as pool:
+        c.decode[0].script = ["gate"]
+        first = pool.submit(c.complete, stream=True)
+        wait_until(lambda: c.decode[0].seen)
+        second = pool.submit(c.complete, HEADERS)
+        c.expect("waiting", count=1)
+        c.decode[0].gate.release(len(CHUNKS))
+        assert first.result(20).status_code == second.result(20).status_code == 200
+        root, *parts = trace(collector, 4)
+        assert [part.name for part in parts] == ["place", "wait", "decode"]
+        assert attributes(root)["kvferry.outcome"] == "ok"
 
 
 def test_an_engine_that_fails(collector: Collector) -> None:
