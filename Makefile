@@ -42,7 +42,7 @@ verify: $(VENV)/.done  ## 20,000 random pairs of shapes against the brute-force 
 mutants: $(VENV)/.done  ## break the planner in named ways; every break must be noticed
 	$(BIN)/python scripts/mutants.py
 
-matrix: $(VLLM_VENV)/.done  ## real engines, every pair of what they may differ in; goes on where it stopped
+matrix: $(VLLM_VENV)/.done $(VLLM_VENV)/.gateways  ## real engines, every pair of what they may differ in; goes on where it stopped
 	$(VLLM_BIN)/python scripts/matrix
 	$(VLLM_BIN)/python -m pytest tests/vllm -m matrix
 
@@ -87,6 +87,10 @@ $(VENV)/.docs: $(VENV)/.done
 
 $(VENV)/.browser: $(VENV)/.done
 	$(BIN)/python -m pip install --quiet --editable '.[browser]'
+	touch $@
+
+$(VLLM_VENV)/.gateways: $(VLLM_VENV)/.done
+	$(VLLM_BIN)/python -m pip install --quiet --editable '.[gateways]'
 	touch $@
 
 $(VENV)/.done: pyproject.toml

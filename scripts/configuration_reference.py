@@ -242,6 +242,17 @@ VARIABLES: Mapping[str, str] = {
     "VLLM_MOONCAKE_STORE_TIER_LOG": "Mooncake Store's `tier_log`.",
     "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "Mooncake Store's `staging_share`.",
     "VLLM_MOONCAKE_LOAD_RECV_THREADS": "No effect: four threads read the chunks of loads.",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "Of the router: where its "
+    "[traces](operating.md#traces) go, such as `http://collector:4318/v1/traces`; without an "
+    "endpoint there are none.",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "The same without the path `/v1/traces`.",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "How traces are sent: `http/protobuf`, or `grpc`, which "
+    "needs the package `opentelemetry-exporter-otlp-proto-grpc`.",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "The same for all that OpenTelemetry sends.",
+    "OTEL_TRACES_EXPORTER": "`none`: no traces.",
+    "OTEL_SDK_DISABLED": "`true`: no traces.",
+    "OTEL_SERVICE_NAME": "The router's name in traces; `kvferry-router` if unset.",
+    "OTEL_RESOURCE_ATTRIBUTES": "More about the router in traces, as `key=value,key=value`.",
 }
 STORE: Mapping[str, Words] = {
     "master_server_address": ("required", "Mooncake's master, `host:port`."),
@@ -408,7 +419,7 @@ def carrier_options() -> str:
 
 
 def variables() -> str:
-    pattern = re.compile(r'"((?:KVFERRY|VLLM|MOONCAKE)_[A-Z][A-Z_]+)"')
+    pattern = re.compile(r'"((?:KVFERRY|VLLM|MOONCAKE|OTEL)_[A-Z][A-Z_]+)"')
     read = {name for file in SOURCES.rglob("*.py") for name in pattern.findall(file.read_text())}
     require_same("variables", read, VARIABLES)
     return table(("variable", ""), [(f"`{name}`", words) for name, words in VARIABLES.items()])

@@ -12,12 +12,10 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
+from otlp_collector import Collector
 from tiny_models import make_model
 from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import (
@@ -57,46 +56,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-class Collector(HTTPServer):
-    """Takes OpenTelemetry spans, as a collector does."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    import gzip
-
-                    body = gzip.decompress(body)
-                told = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
-                for resource in told.resource_spans:
-                    for scope in resource.scope_spans:
-                        collector.spans += list(scope.spans)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
-    collector.shutdown()
-    collector.server_close()
+    collector.close()
 
 
 @pytest.fixture(scope="module")

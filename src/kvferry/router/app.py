@@ -53,6 +53,7 @@ from kvferry.router.guard import (
 )
 from kvferry.router.page.serve import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
+from kvferry.router.spans import sending
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def make_app(config: RouterConfig) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
+            sending() as router.spans,
             router.sources.running(),
             router.fleet.running(),
             router.placing.running(),
@@ -135,6 +137,7 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     logging_config["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
     logging_config["loggers"]["kvferry"] = ours
+    logging_config["loggers"]["opentelemetry"] = ours  # of a collector that does not answer
     app = make_app(config)
     settings = uvicorn.Config(
         app,
@@ -200,6 +203,10 @@ class ApiRoute:
             held,
             address,
         )
+        if router.spans is not None:
+            asked.spans = router.spans.request(
+                asked.method, asked.path, asked.request_id, asked.headers
+            )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
         reply = ClientReply(send, asked.request_id, lambda: router.draining)
@@ -231,6 +238,8 @@ class ApiRoute:
                 ended - begun,
                 "; ".join(asked.trail),
             )
+            if asked.spans is not None:
+                asked.spans.ended(outcome, reply.status, asked.placed)
 
     async def _outcome(
         self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
@@ -264,7 +273,7 @@ class ApiRoute:
                     await reply.send(ApiError(504, "deadline_exceeded", message).answer)
             return "deadline"
         except EngineFailure as error:
-            asked.trail.append(str(error))
+            asked.failed(str(error))
             how = "fell silent" if error.timed_out else "broke off"
             with suppress(ClientGone):
                 # If this is not possible, the server closes the connection.

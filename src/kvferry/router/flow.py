@@ -78,6 +78,7 @@ from kvferry.router.guard import ClientGone, MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
+from kvferry.router.spans import RouterSpans
 
 OUTCOMES = (
     "ok",
@@ -154,6 +155,7 @@ class Router:
         }
         self.placing = Placer(self.fleet, config, self.registry)
         self.live = LiveState(self.now)
+        self.spans: RouterSpans | None = None  # while the server runs, and was told of a collector
 
     def now(self) -> RouterNow:
         """What the page shows of this moment."""
@@ -311,6 +313,7 @@ class _Trip:
         try:
             if self._wanted is not None:
                 begun = time.monotonic()
+                self._asked.part("place")
                 self._placement = await self._router.placing.look(
                     self._asked.path, self._body, self._asked.headers, self._wanted
                 )
@@ -352,7 +355,7 @@ class _Trip:
                 if self._reply.status:
                     raise
                 failure = error
-                self._asked.trail.append(str(error))
+                self._asked.failed(str(error))
                 if isinstance(error, AnswerTooLong):
                     break
                 if self._alone or (error.delivered and self._ticket):
@@ -440,6 +443,7 @@ class _Trip:
             try:
                 if seconds <= 0:
                     raise LineFull(f"this request waited {self._limits.queue_seconds:g} s")
+                self._asked.part("wait")
                 # An engine that comes up now was started again, and has failed nothing since.
                 besides = failed if busy else ()
                 granted = await fleet.turns.wait(self._asked.client, besides, seconds)
@@ -479,6 +483,7 @@ class _Trip:
             retry = "prefill"
             try:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
+                asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.prefill(engine.url)
                 async with fleet.ask(engine, asked, body, seconds) as got:
@@ -498,7 +503,7 @@ class _Trip:
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
-                asked.trail.append(f"{error}")
+                asked.failed(f"{error}")
                 failed.add(engine)
                 if not isinstance(error, EngineFailure):
                     error = EngineFailure(engine, "its answer is no JSON object")
@@ -535,12 +540,15 @@ class _Trip:
                 why = next((said for said in asked.trail if said.startswith("decode-only")), why)
             option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
             self._show(Decision(option, (), why))
+        asked.part("decode", engine.url)
         placement, handed_over = self._placement, bool(self._ticket)
         if placement is not None:
             placement.decode(engine.url, handed_over=handed_over)
         async with self._fleet.ask(engine, asked, body, seconds) as got:
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
+            if got.rest is not None:
+                asked.part("stream")
             if placement is not None and got.status == 200:
                 if got.rest is not None:
                     placement.first(engine.url, got.body)

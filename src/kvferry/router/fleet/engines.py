@@ -49,6 +49,7 @@ from kvferry.router.fleet.connections import EngineAnswer, EngineOrigin, EngineT
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
+from kvferry.router.spans import RequestSpans
 
 log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
@@ -216,6 +217,18 @@ class Incoming:
     client: str = ""  # whose turn it is, and whose share of the line is taken
     trail: list[str] = field(default_factory=list)  # for the log
     placed: Placed | None = None  # for the page, as soon as engines are chosen
+    spans: RequestSpans | None = None  # None: the router sends no traces
+
+    def part(self, name: str, engine: str = "") -> None:
+        """The next part of its way begins, for traces."""
+        if self.spans is not None:
+            self.spans.part(name, engine)
+
+    def failed(self, why: str) -> None:
+        """An engine failed it."""
+        self.trail.append(why)
+        if self.spans is not None:
+            self.spans.part_failed(why)
 
     def __str__(self) -> str:
         return f"request {self.request_id.decode()}"
@@ -474,7 +487,8 @@ class Fleet:
         connection if the answer is incomplete, and the engine then aborts the request.
         """
         at = _address(engine.url + asked.path)
-        headers = [(b"host", at.host), *asked.headers, (b"x-request-id", asked.request_id)]
+        passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
+        headers = [(b"host", at.host), *passed_on, (b"x-request-id", asked.request_id)]
         if body or asked.method == "POST":
             headers.append((b"content-length", b"%d" % len(body)))
         response: EngineAnswer | None = None
