@@ -64,7 +64,7 @@ def keys_of(engine: SchedulerEngine, tokens: list[int]) -> list[FragmentKeys]:
     chain = engine.pool.track("question", tuple).chain
     chain.cover(tokens, len(tokens))
     engine.pool.finished("question")
-    return sequence_keys(engine.pool._metadata, chain, [engine.pool._ours])
+    return sequence_keys(engine.pool.metadata, chain, [engine.pool.layout])
 
 
 def ended(engine: SchedulerEngine) -> None:
@@ -387,7 +387,7 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
     first.add("a", prompt(1, 100))
     first.run()
     store = DirStore(str(first.open_store().path))
-    (table,) = [kind.table for kind in first.pool._ours.kinds if "state" in kind.groups]
+    (table,) = [kind.table for kind in first.pool.layout.kinds if "state" in kind.groups]
     parts = keys_of(first, prompt(1, 100))
     states = next(part.keys for part in parts if part.fragment.table == table)
     there = store.exists(states, 0)
@@ -435,9 +435,9 @@ def test_reset_before_the_start(make: Make) -> None:
     known = engine.pool
     late = PoolScheduler(known.limits, engine.open_store, pin=print, unpin=print, null_block=0)
     late.reset()
-    late.start(known._metadata, known._ours, len(engine.pool_ranks))
+    late.start(known.metadata, known.layout, len(engine.pool_ranks))
     try:
-        assert late._metadata.namespace != known._metadata.namespace
+        assert late.metadata.namespace != known.metadata.namespace
     finally:
         late.close()
 
