@@ -9,7 +9,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
-.PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm test-browser test-upstream mutants verify bench-plan bench-pool bench-handover bench-stall fixtures golden-plans docs clean
+.PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm test-browser test-upstream mutants verify bench-plan bench-pool bench-handover bench-stall bench-routing fixtures golden-plans docs clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
 	$(BIN)/kvferry demo
@@ -66,6 +66,9 @@ bench-handover: $(VLLM_VENV)/.done  ## real engines beside vLLM's own connectors
 
 bench-stall: $(VLLM_VENV)/.done  ## how long a hand-over holds up a step, beside vLLM's
 	$(VLLM_BIN)/python -m benchmarks.stall $(ARGS)
+
+bench-routing: $(VLLM_VENV)/.done  ## real engines behind this router and others; ARGS='--vllm-router PROGRAM'
+	$(VLLM_BIN)/python -m benchmarks.routing --part engines --rounds 2 $(ARGS)
 
 fixtures: $(VLLM_VENV)/.done  ## capture cache geometry from real vLLM engines again
 	$(VLLM_BIN)/python scripts/fixtures --out tests/fixtures/vllm-0.32

@@ -271,12 +271,21 @@ def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
             for what in ("store", "load")
         )
     operations = stats.get("pool_operations", [])
-    rates: list[float | None] = []
-    for name in ("save_put", "load_get"):
-        some = [one for one in operations if one["name"] == name and one["bytes"]]
-        seconds = sum(one["seconds"] for one in some)
-        rates.append(sum(one["bytes"] for one in some) / seconds / 1e9 if seconds else None)
-    return rates[0], rates[1]
+    save, load = (_half_rate(operations, name) for name in ("save_put", "load_get"))
+    return save, load
+
+
+def _half_rate(operations: list[dict[str, Any]], name: str) -> float | None:
+    """GB/s at which half of the bytes moved, or faster. A save's seconds count from the end of its
+    step, of which its thread hears late where the driver's queue was full, so sums say little."""
+    some = [one for one in operations if one["name"] == name and one["bytes"] and one["seconds"]]
+    some.sort(key=lambda one: one["bytes"] / one["seconds"])
+    half, passed = sum(one["bytes"] for one in some) / 2, 0
+    for one in some:
+        passed += one["bytes"]
+        if passed >= half:
+            return float(one["bytes"] / one["seconds"] / 1e9)
+    return None
 
 
 def _numbers(values: Any) -> bool:

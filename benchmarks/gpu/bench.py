@@ -44,6 +44,7 @@ NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
 AREA_BYTES = 8 << 30
 MOST_COPIES = 8 << 20
 ROWS = 64
+MOST_LAUNCHES = 1 << 10  # of one transfer
 TOTAL_BYTES = 2 << 30
 SUM_BYTES = 1 << 30
 REPEATS = 7
@@ -141,7 +142,8 @@ class Bench:
             launch(kernel, grid, stream, values)
 
         with self.on.current():
-            buffers = StreamBuffers(self.on)
+            # a slot for each launch: launched again, each must find its own numbers
+            buffers = StreamBuffers(self.on, slots=MOST_LAUNCHES)
             Function.launch = noted  # type: ignore[method-assign, assignment]
             try:
                 buffers.copy(copies, peer.memory, carrier.memory)  # type: ignore[attr-defined]

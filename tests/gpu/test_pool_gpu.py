@@ -7,6 +7,7 @@ import ctypes
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from device_peer import DeviceBytes
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
-from kvferry.carriers.cuda.driver import device
+from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, device
 from kvferry.carriers.cuda.staging import DeviceMemory
+from waiting import wait_until
 
 pytest.importorskip("xxhash")
 
+from kvferry.pool.embedded import device as devices
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Ranges, Slices
@@ -108,3 +111,79 @@ def test_a_damaged_object_is_found(cache: DeviceBytes, tmp_path: Path) -> None:
     assert outcomes == [Outcome.DONE, Outcome.CORRUPT, Outcome.DONE]
     assert store.exists(["a", "b", "c"], deadline).tolist() == [True, False, True]
     store.close()
+
+
+STEP_ROUNDS = 300  # of a gigabyte that is set to zero: some 70 ms, in which a save is queued
+
+
+@dataclass
+class StepEnd:
+    """A `Fence` after a step."""
+
+    end: CudaEvent
+
+    @property
+    def event(self) -> int:
+        return int(self.end.handle.value or 0)
+
+    def wait(self) -> None:
+        self.end.wait()
+
+
+def test_tokens_pass_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a step reach the host while its blocks are saved, though the copy engine had
+    the blocks first."""
+    on, size, pages = device(0), 1 << 30, 512
+    with on.current():
+        cache, scratch, there = on.allocate(size), on.allocate(size), on.allocate(256)
+        here, (step, tokens) = on.pinned(256).ctypes.data, (CudaStream(), CudaStream())
+        computed = CudaEvent()
+        sampled, copied = CudaEvent(timing=True), CudaEvent(timing=True)
+    region = MemoryRegion(cache, size)
+    bus = Bus([region])
+    arena = 3 << 30
+    monkeypatch.setattr(devices, "PIN_AFTER_SECONDS", 0.0)
+    inner = EmbeddedStore(tmp_path / "store", arena, slots=1 << 12)
+    store = DeviceStore(inner, DeviceMemory([region]), bus)
+    store.register([region])
+    wait_until(lambda: bus.pinned_bytes == arena, 60)
+    length = np.full(32, 64 << 10, dtype=np.int64)
+    order = np.random.default_rng(3).permutation(pages)
+    objects = [Ranges(cache + np.arange(32) * (pages << 16) + (n << 16), length) for n in order]
+    monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
+
+    def tokens_wait(gap_bytes: int, thread: ThreadPoolExecutor) -> float:
+        """Milliseconds that the tokens of a step come late."""
+        monkeypatch.setattr(buses, "GAP_BYTES", gap_bytes)
+        waits: list[float] = []
+        for number in range(4):
+            keys = [f"block/{gap_bytes}/{number}/{n}" for n in range(pages)]
+            with on.current():
+                for _ in range(STEP_ROUNDS):
+                    step.zero(scratch, size)
+                computed.record(step)
+                step.zero(scratch, 1 << 20)
+                sampled.record(step)
+                tokens.wait_for(sampled)
+                tokens.copy(here, there, 256)
+                copied.record(tokens)
+            save = thread.submit(
+                store.put_after, keys, objects, time.monotonic() + 60, StepEnd(computed)
+            )
+            assert save.result() == [Outcome.DONE] * pages
+            with on.current():
+                tokens.synchronize()
+            waits.append(copied.milliseconds_since(sampled))
+            inner.evict(size, time.monotonic() + 60)
+        return sorted(waits[1:])[1]  # kernels may be compiled in the first round
+
+    with ThreadPoolExecutor(1) as thread:
+        assert tokens_wait(buses.GAP_BYTES, thread) < 5.0
+        assert tokens_wait(1 << 60, thread) > 5.0  # without gaps: the 20 ms of all blocks
+    store.close()
+    with on.current():
+        for address in (cache, scratch, there):
+            on.free(address)
+        on.free_pinned(here)
+        for stream in (step, tokens):
+            stream.destroy()

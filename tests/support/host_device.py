@@ -40,7 +40,7 @@ class Event(Handle):
 
     def wait(self) -> None: ...
 
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream: Any, *, waits: bool = False) -> None: ...
 
     def done(self) -> bool:
         return True
@@ -49,7 +49,7 @@ class Event(Handle):
 
 
 class Stream(Handle):
-    def __init__(self) -> None:
+    def __init__(self, *, urgency: int = 0) -> None:
         super().__init__()
         self.waited: set[int] = set()
 
@@ -62,11 +62,22 @@ class Stream(Handle):
 
     copy_at_once = copy
 
-    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+    def copy_rows(
+        self,
+        rows: Rows,
+        *,
+        outward: bool,
+        waits: bool = False,
+        gap: Callable[[], None] | None = None,
+        gap_bytes: int = 1 << 62,
+    ) -> None:
         self.begin()
+        rows, cuts = rows.cut(gap_bytes)
         fields = (rows.host, rows.host_pitch, rows.device, rows.device_pitch)
-        for copy in zip(*fields, rows.width, rows.height, strict=True):
+        for number, copy in enumerate(zip(*fields, rows.width, rows.height, strict=True)):
             host, host_pitch, device, device_pitch, width, height = map(int, copy)
+            if number in cuts[1:] and gap is not None:
+                gap()
             for row in range(height):
                 here, there = host + row * host_pitch, device + row * device_pitch
                 dst, src = (here, there) if outward else (there, here)
@@ -75,7 +86,7 @@ class Stream(Handle):
     def zero(self, dst: int, size: int) -> None:
         ctypes.memset(dst, 0, size)
 
-    def wait_for(self, event: Event | int) -> None:
+    def wait_for(self, event: Event | int, *, waits: bool = False) -> None:
         if isinstance(event, int):
             self.waited.add(event)
             ahead[event]()

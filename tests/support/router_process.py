@@ -227,7 +227,9 @@ class RouterProcess:
 
     def _memory(self, name: str) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10
+        found = re.search(rf"{name}:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) << 10
 
     def files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))

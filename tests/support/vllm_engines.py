@@ -202,6 +202,25 @@ class Engine:
         self.stop()
 
 
+def publish_events(engine: Engine) -> Engine:
+    """Let an engine that is not started yet publish its KV events."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "topic": "",
+    }
+    engine.arguments += ["--kv-events-config", json.dumps(events)]
+    return engine
+
+
+def events_of(engine: Engine) -> str:
+    """Where it publishes them, as `kvferry router --engine-events` takes it."""
+    told = json.loads(engine.arguments[engine.arguments.index("--kv-events-config") + 1])
+    return f"{engine.url}={told['endpoint']},{told['replay_endpoint']}"
+
+
 def hand_over(prefill: Engine, decode: Engine, prompt: list[int], **options: Any) -> dict[str, Any]:
     """Prefill on one engine, decode on another, as a router does it."""
     first = prefill.complete(

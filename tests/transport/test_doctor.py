@@ -155,6 +155,21 @@ def test_bytes_that_differ_are_found() -> None:
     assert found == {"other": Tried("tcp", said)}
 
 
+def test_several_gpus() -> None:
+    def found(**links: str) -> tuple[str, str, str]:
+        pairs = {(int(pair[1]), int(pair[2])): link for pair, link in links.items()}
+        finding = doctor.between_gpus(pairs)
+        return finding.state, finding.found, finding.advice
+
+    assert found(_01="NVLink")[:2] == ("ok", "cuda: all over NVLink")
+    mixed = found(_01="NVLink", _02="PCIe", _12="PCIe")
+    assert mixed[:2] == ("ok", "cuda: 0-1 over NVLink; 0-2, 1-2 over PCIe")
+    state, said, advice = found(_01="PCIe", _02="", _12="")
+    assert (state, said) == ("info", "cuda: 0-1 over PCIe; 0-2, 1-2 have no peer access")
+    assert "by tcp" in advice
+    assert found(_01="")[1] == "cuda: 0-1 have no peer access"
+
+
 def test_rdma_devices(tmp_path: Path) -> None:
     devices, handles = tmp_path / "infiniband", tmp_path / "dev"
     assert doctor.rdma(devices, handles).state == "info"

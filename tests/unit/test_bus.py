@@ -134,9 +134,9 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     rows: list[tuple[int, int]] = []
     plain = host_device.Stream.copy_rows
 
-    def counted(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
+    def counted(self: Any, some: Rows, **how: Any) -> None:
         rows.extend(zip(some.width.tolist(), some.height.tolist(), strict=True))
-        plain(self, some, outward=outward, waits=waits)
+        plain(self, some, **how)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", counted)
     device = np.zeros(1 << 20, dtype=np.uint8)
@@ -148,6 +148,73 @@ def test_neighbours_cross_in_one_copy(on: HostDevice, monkeypatch: pytest.Monkey
     bus.close()
 
 
+def test_copies_to_the_host_let_others_pass(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every `GAP_BYTES` a word goes the other way on a stream that waits for the bus, and the
+    bus waits for it."""
+    happened: list[tuple[str, Any, Any]] = []
+    wait, record = host_device.Stream.wait_for, host_device.Event.record
+
+    def waits(self: Any, event: Any, **how: Any) -> None:
+        happened.append(("waits", self, event))
+        wait(self, event, **how)
+
+    def records(self: Any, stream: Any, **how: Any) -> None:
+        happened.append(("records", stream, self))
+        record(self, stream, **how)
+
+    def word(self: Any, dst: int, src: int, size: int) -> None:
+        if size == 8:
+            happened.append(("word", self, None))
+        host_device.Stream.copy(self, dst, src, size)
+
+    monkeypatch.setattr(host_device.Stream, "wait_for", waits)
+    monkeypatch.setattr(host_device.Event, "record", records)
+    monkeypatch.setattr(host_device.Stream, "copy_at_once", word)
+    monkeypatch.setattr(buses, "GAP_BYTES", 16_384)
+    device, host = np.zeros(1 << 20, dtype=np.uint8), np.zeros(1 << 20, dtype=np.uint8)
+    number = np.arange(16, dtype=np.int64)
+    places = host.ctypes.data + number * 12_288 + number * number * 512  # a copy each
+    length, one = np.full(16, 8192, dtype=np.int64), np.ones(16, dtype=np.int64)
+    objects = BusObjects(places, length, one, one - 1, device.ctypes.data + number * 8192, length)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
+    bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size)
+    wait_until(lambda: bus.pinned_bytes == host.nbytes)
+    bus.out(objects, CHUNK, soon()).finish()
+    words = [at for at, (what, _, _) in enumerate(happened) if what == "word"]
+    assert len(words) >= 7  # of 128 KiB
+    for at in words:
+        begins, waits_for, (_, aside, _), ends, goes_on = happened[at - 2 : at + 3]
+        _, crossing, begin = begins
+        assert begins[0] == ends[0] == "records" and crossing is not aside
+        assert waits_for == ("waits", aside, begin)
+        assert ends[1] is aside and goes_on == ("waits", crossing, ends[2])
+    happened.clear()
+    bus.back(objects, CHUNK, soon()).finish()
+    assert "word" not in {what for what, _, _ in happened}  # small copies to the device pass anyway
+    bus.close()
+
+
+def test_copies_are_cut_for_the_gaps() -> None:
+    """By hand: a copy that is too large, pieces that end where they should, and every byte once."""
+    rows = Rows.of([(0, 100, 5000, 200, 10, 7), (9000, 1, 700, 1, 64, 1), (9100, 8, 800, 16, 4, 4)])
+    cut, bounds = rows.cut(32)
+    assert list(zip(cut.host.tolist(), cut.height.tolist(), strict=True)) == [
+        (0, 3),
+        (300, 3),
+        (600, 1),
+        (9000, 1),
+        (9100, 4),
+    ]
+    assert cut.device.tolist() == [5000, 5600, 6200, 700, 800]
+    assert bounds == [0, 1, 2, 3, 5]
+    assert rows.cut(1 << 40) == (rows, [0, 3])
+    even = Rows.of([(n * 8, 8, n * 8, 8, 8, 1) for n in range(8)])
+    assert even.cut(32)[1] == [0, 4, 8]  # a piece that is full has no gap before its last copy
+    assert Rows.of([]).cut(32)[1] == [0]
+
+
 def test_no_copy_reaches_over_the_end_of_registered_memory(
     on: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,10 +224,10 @@ def test_no_copy_reaches_over_the_end_of_registered_memory(
     seen: list[tuple[int, int]] = []
     plain = host_device.Stream.copy_rows
 
-    def watched(self: Any, some: Rows, *, outward: bool, waits: bool = False) -> None:
+    def watched(self: Any, some: Rows, **how: Any) -> None:
         ends = some.host + (some.height - 1) * some.host_pitch + some.width
         seen.extend(zip(some.host.tolist(), ends.tolist(), strict=True))
-        plain(self, some, outward=outward, waits=waits)
+        plain(self, some, **how)
 
     monkeypatch.setattr(host_device.Stream, "copy_rows", watched)
     monkeypatch.setattr(buses, "PIN_BYTES", 50_000)
@@ -188,7 +255,7 @@ def test_memory_is_registered_late_but_not_later_than_it_is_used(on: HostDevice)
 def test_a_busy_bus_and_a_late_one(on: HostDevice) -> None:
     device = np.zeros(1 << 16, dtype=np.uint8)
     host = np.zeros(1 << 16, dtype=np.uint8)
-    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)], lanes=1)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)], out_lanes=1)
     one = np.array([4096], dtype=np.int64)
     objects = BusObjects(
         np.array([host.ctypes.data]),
@@ -384,7 +451,13 @@ def test_copies_are_the_runs_whatever_their_distances() -> None:
     assert joined > 20 and cut > 20
 
 
-def test_what_is_damaged_gone_or_on_disk(on: HostDevice, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [(64, 256), (2, 3)])
+def test_what_is_damaged_gone_or_on_disk(
+    on: HostDevice, tmp_path: Path, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one part, and in many: some have nothing that crosses the bus."""
+    monkeypatch.setattr(device, "FIRST_OBJECTS", parts[0])
+    monkeypatch.setattr(device, "PART_OBJECTS", parts[1])
     cache, inner, store = cache_and_store(tmp_path, disk=True)
     before, every = cache.copy(), range(OBJECTS)
     objects = blocks(cache, every)
@@ -461,11 +534,62 @@ def test_a_bus_that_fails(on: HostDevice, tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
+def test_what_has_arrived_is_not_read_again(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bus fails in the third part of a get: the first one is in its place already."""
+    monkeypatch.setattr(device, "FIRST_OBJECTS", 4)
+    monkeypatch.setattr(device, "PART_OBJECTS", 4)
+    cache, _, store = cache_and_store(tmp_path)
+    some, calls, buffered = range(12), list[int](), list[str]()
+    before, objects = cache.copy(), blocks(cache, range(12))
+    assert store.put(names(some), objects, soon()) == [Outcome.DONE] * 12
+    cache[:] = 0
+    plain, by_buffers = Bus.back, StagedStore.get
+
+    def fails(self: Bus, *arguments: Any) -> Crossing:
+        calls.append(1)
+        if len(calls) == 3:
+            raise TransferError("no more")
+        return plain(self, *arguments)
+
+    def noted(self: StagedStore, keys: list[str], *arguments: Any) -> list[Outcome]:
+        buffered.extend(keys)
+        return by_buffers(self, keys, *arguments)
+
+    monkeypatch.setattr(Bus, "back", fails)
+    monkeypatch.setattr(StagedStore, "get", noted)
+    assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 12
+    assert buffered == names(range(4, 12))
+    shape = (LAYERS, OBJECTS, PAGE)
+    assert np.array_equal(cache.reshape(shape)[:, :12], before.reshape(shape)[:, :12])
+    store.close()
+
+
+@pytest.mark.parametrize("limit", ["MOST_RUNS", "MOST_HASHES"])
+def test_a_get_of_large_objects_crosses_in_smaller_parts(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """More hashes or runs than one crossing takes."""
+    cache, _, store = cache_and_store(tmp_path)
+    before, every = cache.copy(), range(OBJECTS)
+    objects = blocks(cache, every)
+    assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
+    cache[:] = 0
+    monkeypatch.setattr(device, "MOST_RUNS", 12 * LAYERS)
+    monkeypatch.setattr(device, "MOST_HASHES", 12 * LAYERS if limit == "MOST_RUNS" else 3)
+    monkeypatch.setattr(buses, limit, getattr(device, limit))
+    monkeypatch.setattr(StagedStore, "get", None)  # not by buffers
+    assert store.get(names(every), whole(objects), soon()) == [Outcome.DONE] * OBJECTS
+    assert np.array_equal(cache, before)
+    store.close()
+
+
 def test_a_put_that_fails_between_its_parts(
     on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is under way ends before its extents are given back."""
-    monkeypatch.setattr(device, "PUT_OBJECTS", 4)
+    monkeypatch.setattr(device, "PART_OBJECTS", 4)
     cache, inner, store = cache_and_store(tmp_path)
     some, order = range(12), list[str]()
     plain, close, abandon = Bus.out, Crossing.close, Tiers.abandon
@@ -489,7 +613,8 @@ def test_a_put_that_fails_between_its_parts(
     monkeypatch.setattr(Tiers, "abandon", given_back)
     with pytest.raises(RuntimeError):
         store.put(names(some), blocks(cache, some), soon())
-    assert order == ["begun", "begun", "ended", "given back", "ended", "given back"]
+    # the third part is given back, then the second one, which was under way
+    assert order == ["begun", "begun", "given back", "ended", "given back"]
     assert inner.exists(names(some), soon()).tolist() == [True] * 4 + [False] * 8
     assert inner.counters()["memory_bytes"] == 4 * inner._index.extent.max()
     store.close()

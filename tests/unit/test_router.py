@@ -276,7 +276,7 @@ def test_streams_pass_event_by_event() -> None:
 
     def passed(first: bytes, *rest: bytes, headers: Any = (), cut: bool = False) -> list[bytes]:
         async def run() -> None:
-            reply = ClientReply(send, b"id", 5.0)
+            reply = ClientReply(send, b"id")
             await reply.send(Answer(200, list(headers), first, pieces(*rest)))
 
         async def broken() -> None:
@@ -285,7 +285,7 @@ def test_streams_pass_event_by_event() -> None:
                     yield part
                 raise OSError
 
-            reply = ClientReply(send, b"id", 5.0)
+            reply = ClientReply(send, b"id")
             with pytest.raises(OSError):
                 await reply.send(Answer(200, list(headers), first, fail()))
             await reply.cut("code", "why")

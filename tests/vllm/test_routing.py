@@ -25,7 +25,7 @@ import httpx
 
 from router_process import RouterProcess
 from tiny_models import llama_config, make_model
-from vllm_engines import Engine, free_port
+from vllm_engines import Engine, events_of, publish_events
 from vllm_pairs import ids, prompt, reaches, started
 
 pytestmark = pytest.mark.matrix
@@ -66,22 +66,9 @@ class Told:
 
 
 def engine(folder: Path, name: str) -> Engine:
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "topic": "",
-    }
     made = Engine(name, folder / "tiny", folder / f"{name}.log", block_size=BLOCK, connector={})
     made.transfer = {"kv_load_failure_policy": "recompute"}
-    made.arguments = ["--kv-events-config", json.dumps(events)]
-    return made
-
-
-def events_of(engine: Engine) -> str:
-    told = json.loads(engine.arguments[engine.arguments.index("--kv-events-config") + 1])
-    return f"{engine.url}={told['endpoint']},{told['replay_endpoint']}"
+    return publish_events(made)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ from kvferry.carriers.auto import (
     require_options,
     select,
 )
-from kvferry.carriers.cuda.driver import device_count, driver
+from kvferry.carriers.cuda.driver import device_count, driver, gpu_links
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
 from kvferry.errors import DescriptionError, KvferryError, install_command
@@ -250,6 +250,8 @@ def installed() -> Iterator[Finding]:
         else:
             yield Finding(name, "ok", version)
     yield cuda()
+    if cuda().state == "ok" and device_count() > 1:
+        yield between_gpus(gpu_links())
     yield rdma()
 
 
@@ -271,6 +273,26 @@ def cuda() -> Finding:
         return Finding("CUDA", "missing", str(error), advice)
     said = f"{device_count()} GPUs, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     return Finding("CUDA", "ok", said)
+
+
+def between_gpus(found: Mapping[tuple[int, int], str]) -> Finding:
+    """Which GPUs of this host read each other's memory, and over what."""
+    links: dict[str, list[str]] = {}
+    for (here, there), link in found.items():
+        links.setdefault(link, []).append(f"{here}-{there}")
+    apart = links.pop("", [])
+    said = [
+        f"{'all' if len(links) == 1 and not apart else ', '.join(pairs)} over {link}"
+        for link, pairs in sorted(links.items())
+    ]
+    if not apart:
+        return Finding("between GPUs", "ok", f"cuda: {'; '.join(said)}")
+    said.append(f"{', '.join(apart)} have no peer access")
+    advice = (
+        "between these, caches go through host memory by tcp; peer access needs NVLink, or PCIe "
+        "without IOMMU translation and ACS (nvidia-smi topo -p2p r shows what the driver found)"
+    )
+    return Finding("between GPUs", "info", f"cuda: {'; '.join(said)}", advice)
 
 
 def rdma(devices: Path = RDMA_DEVICES, handles: Path = VERBS) -> Finding:

@@ -32,6 +32,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import quote
@@ -64,11 +65,7 @@ class KeyMetadata:
 
     @property
     def namespace(self) -> str:
-        text = json.dumps(
-            [self.tenant, self.model, self.meaning, self.weights, self.epoch],
-            separators=(",", ":"),
-        )
-        return blake2b(text.encode(), digest_size=NAMESPACE_BYTES).hexdigest()
+        return _namespace(self)
 
     @property
     def root(self) -> str:
@@ -81,6 +78,16 @@ class KeyMetadata:
     def index_keys(self) -> list[str]:
         """Keys of the slots that name the layouts of this namespace; each is written once."""
         return [f"{self.root}/index/{slot}" for slot in range(INDEX_SLOTS)]
+
+
+@lru_cache(maxsize=64)
+def _namespace(known: KeyMetadata) -> str:
+    """Asked for with every key of a request's first block."""
+    text = json.dumps(
+        [known.tenant, known.model, known.meaning, known.weights, known.epoch],
+        separators=(",", ":"),
+    )
+    return blake2b(text.encode(), digest_size=NAMESPACE_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, order=True)

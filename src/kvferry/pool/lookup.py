@@ -28,14 +28,16 @@ at a time, and the scheduler's thread takes those that are gone and tells the ro
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -60,8 +62,9 @@ OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
 TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
 # The store hears of a request so much later: by then the engine has given its device work to do,
-# and the interpreter's lock is free. Saves of the request begin later still.
-TELL_SECONDS = 0.005
+# and the interpreter's lock is free. A long prompt takes longer to begin. Its last block is loaded
+# later still, and its saves begin after that.
+TELL_SECONDS, TELL_TOKEN_SECONDS = 0.005, 0.5e-6
 LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
 
 
@@ -176,11 +179,12 @@ class LookupKeyServer:
     def _run(self) -> None:
         try:
             self._tend()
-            untold: deque[tuple[float, LookupQuestion]] = deque()  # and when to tell
+            untold: list[tuple[float, int, LookupQuestion]] = []  # a heap: when to tell
+            numbers = itertools.count()
             while not self._closed:
                 now = time.monotonic()
                 if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
-                    self._tell(untold.popleft()[1])
+                    self._tell(heappop(untold)[2])
                 busy = self._at_once and now < self._asked_at + IDLE_SECONDS
                 if busy and now > self._tended_at + TEND_SECONDS:
                     self._tend()
@@ -191,7 +195,7 @@ class LookupKeyServer:
                     asked = self._queue.get(timeout=seconds)
                 except Empty:
                     if untold:
-                        self._tell(untold.popleft()[1])
+                        self._tell(heappop(untold)[2])
                     else:
                         self._tend()
                     continue
@@ -203,8 +207,8 @@ class LookupKeyServer:
                     if asked.answer is None:  # otherwise the client gave it up
                         asked.answer = answer
                     self.answered.set()
-                after = TELL_SECONDS if self._at_once else 0.0
-                untold.append((time.monotonic() + after, asked))
+                after = TELL_SECONDS + TELL_TOKEN_SECONDS * asked.count if self._at_once else 0.0
+                heappush(untold, (time.monotonic() + after, next(numbers), asked))
         finally:
             with self._using:
                 if self._store is not None:

@@ -46,7 +46,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import Rank
 from kvferry.pool.hits import Segment
-from kvferry.pool.keys import KeyMetadata, PoolKey, object_keys
+from kvferry.pool.keys import Fragment, KeyMetadata, PoolKey, object_keys
 from kvferry.pool.layout_registry import (
     PoolLayout,
     ReadPlan,
@@ -434,13 +434,12 @@ class Pace:
 
     threads: int = 4  # of loads
     chunk_tokens: int = 2048  # loaded at a time; bounds memory, and spreads work over threads
-    first_tokens: int = 2048  # the first chunk, which the bus waits for; the next grow from it
     save_objects: int = 256  # put at a time; the deadline is checked in between
 
 
 # A device that copies by itself needs few threads: they only take the interpreter's lock from each
-# other, and from the engine. Its store cuts a put into parts itself, of which some overlap.
-DEVICE_PACE = Pace(threads=2, chunk_tokens=16384, save_objects=1 << 14)
+# other, and from the engine. Its store cuts loads and puts into parts that overlap.
+DEVICE_PACE = Pace(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -622,17 +621,7 @@ class Loader:
             wanted = scope.plan(segment.layout_id).bind(segment, tables, scope.bases)
         if not len(wanted.slices):
             return _Chunk(0)
-        named = {
-            fragment: (
-                PoolKey.build_prefix(scope.metadata, segment.layout_id, fragment),
-                contents[segment.layout_id, fragment.table],
-            )
-            for fragment in set(wanted.fragments)
-        }
-        keys = []
-        for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
-            prefix, digests = named[fragment]
-            keys.append(PoolKey.build_key_string(prefix, digests[block]))
+        keys = _wanted_keys(wanted, segment.layout_id, contents, scope.metadata)
         if self._closed:
             raise KvferryError("the engine is closing")
         if time.monotonic() >= deadline:
@@ -656,6 +645,27 @@ class Loader:
         return _Chunk(moved, tuple(bad))
 
 
+def _wanted_keys(
+    wanted: WantedParts,
+    layout_id: str,
+    contents: Mapping[tuple[str, int], Sequence[str]],
+    metadata: KeyMetadata,
+) -> list[str]:
+    """The key of each object. Neighbours are of one fragment mostly, which is looked up once."""
+    named: dict[Fragment, tuple[str, Sequence[str]]] = {}
+    keys: list[str] = []
+    last: Fragment | None = None
+    for fragment, block in zip(wanted.fragments, wanted.blocks, strict=True):
+        if fragment is not last:
+            last = fragment
+            if fragment not in named:
+                prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
+                named[fragment] = prefix, contents[layout_id, fragment.table]
+            prefix, digests = named[fragment]
+        keys.append(PoolKey.build_key_string(prefix, digests[block]))
+    return keys
+
+
 def _failure(order: LoadOrder, why: str) -> PoolLoaded:
     """A report that nothing of a load can be used."""
     first = min((s.start for s in order.segments), default=0)
@@ -667,9 +677,7 @@ def _cut(segment: Segment, plan: ReadPlan, pace: Pace) -> list[Segment]:
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    bounds, tokens = [segment.start], min(pace.first_tokens, pace.chunk_tokens)
-    while bounds[-1] < segment.stop:
-        end = (bounds[-1] + max(span, tokens)) // span * span
-        bounds.append(min(end, segment.stop))
-        tokens = min(2 * tokens, pace.chunk_tokens)
+    step = max(span, pace.chunk_tokens // span * span)
+    first = segment.start // span * span
+    bounds = [segment.start, *range(first + step, segment.stop, step), segment.stop]
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]

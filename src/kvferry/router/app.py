@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import logging
 import math
 import time
@@ -55,6 +56,7 @@ from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
 def make_app(config: RouterConfig) -> Starlette:
@@ -76,11 +78,10 @@ def make_app(config: RouterConfig) -> Starlette:
     admin = []
     if config.token is not None:
         admin.append(Route(ADMIN_PATH, Admin(router, config.token).engines, methods=ADMIN_METHODS))
-    app = Starlette(
+    app = _RouterApp(
         routes=[
             *admin,
-            Route("/v1/completions", generate, methods=["POST"]),
-            Route("/v1/chat/completions", generate, methods=["POST"]),
+            *(Route(path, generate, methods=["POST"]) for path in COMPLETIONS),
             Route("/v1/models", ApiRoute(router, router.pass_on), methods=["GET"]),
             Route("/health", status.health),
             Route("/metrics", status.metrics),
@@ -91,9 +92,24 @@ def make_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
+    app.completions = {("POST", path): generate for path in COMPLETIONS}
     app.state.router = router
     app.router.redirect_slashes = False  # a redirect would point to any host that a client names
     return app
+
+
+class _RouterApp(Starlette):
+    """Completions are served at once, without a look at all routes and two layers around sends."""
+
+    completions: Mapping[tuple[str, str], ApiRoute]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            route = self.completions.get((scope["method"], scope["path"]))
+            if route is not None:
+                await route(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 def serve(config: RouterConfig, listen: Listen) -> None:
@@ -147,6 +163,9 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     def draining() -> None:
         app.state.router.draining = True
 
+    # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
+    gc.collect()
+    gc.freeze()
     with suppress(KeyboardInterrupt):  # drained by then
         RouterServer(settings, listen, draining).run()
 
@@ -183,9 +202,7 @@ class ApiRoute:
         )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(
-            send, asked.request_id, router.limits.client_seconds, lambda: router.draining
-        )
+        reply = ClientReply(send, asked.request_id, lambda: router.draining)
         begun = time.monotonic()
         outcome = "internal"
         try:

@@ -29,6 +29,7 @@ from kvferry.errors import DescriptionError
 from kvferry.router.choice.model import EngineView, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
+_MAY_BE_ZERO = ("fixed_seconds", "request_seconds", "context_token_seconds", "router_seconds")
 MEASURED = Path(__file__).parent / "h200-8b.json"
 # For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
 # full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
@@ -67,6 +68,7 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: CopyCost | None = None
     chunk_tokens: int = 8192  # vLLM's max_num_batched_tokens
     most_running: int = 256  # vLLM's max_num_seqs
+    router_seconds: float = 0.0  # of each request, before and beside its engines
     about: str = ""
     command: str = ""  # that measured them
 
@@ -94,10 +96,10 @@ def _require_positive(fields: dict[str, object]) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             _require_positive(value)
-        elif isinstance(value, int | float):
-            may_be_zero = name in ("fixed_seconds", "request_seconds", "context_token_seconds")
-            if not (value > 0 or (may_be_zero and value == 0)):
-                raise ValueError(f"{name} must be more than 0, not {value!r}")
+        elif isinstance(value, int | float) and not (
+            value > 0 or (name in _MAY_BE_ZERO and value == 0)
+        ):
+            raise ValueError(f"{name} must be more than 0, not {value!r}")
 
 
 class VirtualClock:

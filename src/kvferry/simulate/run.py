@@ -193,7 +193,8 @@ class _Run:
     def run(self) -> SimulationResult:
         begun = time.perf_counter()
         for request in self._trace.requests:
-            self._clock.at(request.seconds, partial(self._arrive, request))
+            at = request.seconds + self._plan.rates.router_seconds
+            self._clock.at(at, partial(self._arrive, request))
         self._clock.run()
         if len(self._ended) != len(self._trace.requests):
             raise AssertionError("a request of the simulation did not end exactly once")
@@ -290,7 +291,7 @@ class _Run:
         errors = sorted(
             abs(job.expected_seconds - actual) / actual
             for job in served
-            if (actual := job.first_token - job.request.seconds) > 0
+            if (actual := job.first_token - job.request.seconds - plan.rates.router_seconds) > 0
             and not math.isnan(job.expected_seconds)
         )
         decoded = Counter(job.decode for job in served)

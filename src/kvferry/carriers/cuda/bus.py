@@ -12,12 +12,20 @@ The processor touches no byte. There are two ways:
              the other. Objects that lie at equal distances on the host are one copy
 
 The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end.
-The staged way has three for each piece, which take their turn among the engine's own.
+The staged way has three for each piece. All go before the engine's own kernels: they are short, and
+the blocks of a save stay pinned until its last one.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
 thread does it, step by step, from the beginning on; it may begin later, so that an engine starts
 undisturbed, but not later than the first copy. Memory that is not registered yet is copied all the
 same, at a tenth of the speed.
+
+Copies to the host are made in pieces, with a gap after each. The copy engine takes copies in the
+order in which they become ready, also those of other streams, and it knows no priorities: without
+gaps, the tokens of a step reach the engine's process after all blocks that the step filled, 20 ms
+late for a gigabyte. In a gap the engine's copies pass. It lasts until a word has gone the other
+way, which no kernel and no other copy delays: some microseconds for every `GAP_BYTES`
+(`tests/gpu/test_pool_gpu.py`). Small copies to the device pass by themselves.
 
 `out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
 (xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought
@@ -34,6 +42,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -60,12 +69,16 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
+GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
-# Loads and saves use two at a time: while the objects of one part cross, the next are queued. A
-# save keeps its two while a step computes, and two loads go on beside it. Each has 34 MiB of device
-# memory, staged 98.
-LANES = 6
-MOST_AHEAD = 256  # copies behind an event that are queued without giving up the interpreter's lock
+# A save uses two at a time, and so does each of two loads: while the objects of one part cross, the
+# next are queued. A save keeps its lanes while a step computes, so loads have others, with other
+# hardware queues. Each has 34 MiB of device memory, staged 98.
+OUT_LANES, BACK_LANES = 2, 4
+OUT_URGENCY, BACK_URGENCY = 1, 2  # both before the engine's kernels
+# Copies that are queued without giving up the interpreter's lock, behind an event and without one:
+# the driver's queue may be full, and the call then waits until it is not.
+MOST_AHEAD, MOST_AT_ONCE = 256, 512
 LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
 SLOT_ALIGN = 256  # of objects in a half
 MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
@@ -140,7 +153,12 @@ class Bus:
     """The way between one device's registered memory and the host's; any number of threads."""
 
     def __init__(
-        self, regions: Sequence[MemoryRegion], *, piece_bytes: int = PIECE_BYTES, lanes: int = LANES
+        self,
+        regions: Sequence[MemoryRegion],
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        out_lanes: int = OUT_LANES,
+        back_lanes: int = BACK_LANES,
     ) -> None:
         """Raises a `TransferError` where this cannot work: no Triton, or not one GPU's memory."""
         if not kernels.available():
@@ -153,17 +171,19 @@ class Bus:
         self._memory = Mapped.of([(regions, 0)])
         self._piece_bytes = piece_bytes
         self._changed = threading.Condition()
-        self._idle: list[_Lane] = []
-        self._lanes, self._most = 0, lanes
+        # by direction, outward or not
+        self._idle: dict[bool, list[_Lane]] = {True: [], False: []}
+        self._lanes, self._most = {True: 0, False: 0}, {True: out_lanes, False: back_lanes}
         self._closed = False
         self._pins: _Pins | None = None
 
     def warm(self) -> None:
-        """Compile the kernels and make two lanes now, so that no request waits for them."""
+        """Compile the kernels and make two lanes each way, so that no request waits for them."""
         kernels.warm(self.device)
         with contextlib.ExitStack() as made:
-            for _ in range(min(2, self._most)):
-                made.callback(self._give, self._take(time.monotonic()))
+            for outward, most in self._most.items():
+                for _ in range(min(2, most)):
+                    made.callback(self._give, self._take(time.monotonic(), outward))
 
     def pin(
         self,
@@ -200,7 +220,9 @@ class Bus:
         """Free what is idle, and the rest when it is given back. Idempotent."""
         with self._changed:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle = [lane for lanes in self._idle.values() for lane in lanes]
+            for lanes in self._idle.values():
+                lanes.clear()
         if self._pins is not None:
             self._pins.close()
         with self.device.current():
@@ -227,13 +249,13 @@ class Bus:
         starts = self._pins.starts if self._pins is not None else []
         pinned = self._is_pinned(objects)
         rows = self._direct_rows(objects, starts) if pinned else None
-        lane = self._take(deadline)
+        lane = self._take(deadline, outward)
         try:
             with self.device.current():
                 if after:
                     lane.wait_for(after)
                 if rows is not None:
-                    many = bool(after) and len(rows) > MOST_AHEAD  # the driver's queue may be full
+                    many = len(rows) > (MOST_AHEAD if after else MOST_AT_ONCE)
                     lane.queue_direct(objects, chunk_bytes, rows, outward=outward, waits=many)
                 else:
                     lane.queue_staged(
@@ -263,37 +285,39 @@ class Bus:
         rows = run_rows(objects, starts)
         return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else None
 
-    def _take(self, deadline: float) -> _Lane:
+    def _take(self, deadline: float, outward: bool) -> _Lane:
+        idle = self._idle[outward]
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: self._idle or self._lanes < self._most, seconds)
-            if self._idle:
-                return self._idle.pop()
-            if self._lanes >= self._most:
+            most = self._most[outward]
+            self._changed.wait_for(lambda: idle or self._lanes[outward] < most, seconds)
+            if idle:
+                return idle.pop()
+            if self._lanes[outward] >= most:
                 raise TransferError("the bus was busy until the deadline")
-            self._lanes += 1
+            self._lanes[outward] += 1
         try:
             with self.device.current():
-                return _Lane(self.device, self._piece_bytes)
+                return _Lane(self.device, self._piece_bytes, outward)
         except BaseException:
-            self._forget()
+            self._forget(outward)
             raise
 
     def _give(self, lane: _Lane) -> None:
         """Nothing of it is under way."""
         with self._changed:
             if not self._closed:
-                self._idle.append(lane)
-                self._changed.notify()
+                self._idle[lane.outward].append(lane)
+                self._changed.notify_all()
                 return
         with self.device.current():
             lane.free()
-        self._forget()
+        self._forget(lane.outward)
 
-    def _forget(self) -> None:
+    def _forget(self, outward: bool) -> None:
         with self._changed:
-            self._lanes -= 1
-            self._changed.notify()
+            self._lanes[outward] -= 1
+            self._changed.notify_all()
 
 
 class Crossing:
@@ -309,9 +333,13 @@ class Crossing:
         assert lane is not None, "it is finished once"
         try:
             with self._bus.device.current():
-                return lane.finish()
-        finally:
+                found = lane.finish()
+        except BaseException:
             self.close()
+            raise
+        self._lane = None
+        self._bus._give(lane)
+        return found
 
     def close(self) -> None:
         """Wait until nothing is under way. Idempotent."""
@@ -323,10 +351,11 @@ class Crossing:
 
 
 class _Lane:
-    """Two streams and the tables of hashes, for one thread; the device is current."""
+    """Streams and the tables of hashes, for one thread; the device is current."""
 
-    def __init__(self, on: Device, piece_bytes: int) -> None:
+    def __init__(self, on: Device, piece_bytes: int, outward: bool) -> None:
         xxh3.warm(on)
+        self.outward, urgency = outward, OUT_URGENCY if outward else BACK_URGENCY
         self._device, self._piece_bytes = on, piece_bytes
         self._halves: list[Half] = []  # made when something is staged
         self._total = 0
@@ -335,11 +364,15 @@ class _Lane:
         self._runs_at = len(constants)
         self._chunks_at = self._runs_at + MOST_RUNS
         words = self._chunks_at + 3 * MOST_HASHES
+        self._gap_at = 8 * words  # a word of its own, after the tables
+        words += 1
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self._buffers = StreamBuffers(on, slots=LANE_SLOTS)
+            self._buffers = StreamBuffers(on, slots=LANE_SLOTS, urgency=urgency)
             undo.callback(self._buffers.free)
-            self._bus = kept(undo, CudaStream())
+            self._bus = kept(undo, CudaStream(urgency=urgency))
             self._moved = kept(undo, CudaEvent())
+            self._gaps = kept(undo, CudaStream(urgency=urgency))
+            self._gap_begins, self._gap_ends = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self._ended = kept(undo, CudaEvent(blocking=True))
             self._host: Ints = on.pinned(8 * words).view(np.int64)
             undo.callback(on.free_pinned, self._host.ctypes.data)
@@ -372,16 +405,32 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
-            bus.copy_rows(rows, outward=outward, waits=waits)
+            self._upload(total)  # before the copies: behind them, it would wait for the next part's
+            self._copy(rows, outward=outward, waits=waits)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
-            self._upload(total)
             self._hash(self._runs_at, run_bytes, 0, total, per_piece)
             self._queue_end(total)
         except BaseException:
             self.drain()
             raise
+
+    def _copy(self, rows: Rows, *, outward: bool, waits: bool) -> None:
+        if outward:
+            gap = partial(self._gap, waits)
+            self._bus.copy_rows(rows, outward=True, waits=waits, gap=gap, gap_bytes=GAP_BYTES)
+        else:
+            self._bus.copy_rows(rows, outward=False, waits=waits)
+
+    def _gap(self, waits: bool) -> None:
+        """The bus stops for a moment, and copies of other streams pass."""
+        here, there = self._host.ctypes.data + self._gap_at, self._there + self._gap_at
+        self._gap_begins.record(self._bus, waits=waits)
+        self._gaps.wait_for(self._gap_begins, waits=waits)
+        (self._gaps.copy if waits else self._gaps.copy_at_once)(there, here, 8)
+        self._gap_ends.record(self._gaps, waits=waits)
+        self._bus.wait_for(self._gap_ends, waits=waits)
 
     def _have_halves(self, size: int) -> None:
         """Halves for a piece and for an object of this size."""
@@ -418,7 +467,7 @@ class _Lane:
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
-        cuts = _cuts(slots, self._halves[0].bytes)
+        cuts = cuts_of(slots, self._halves[0].bytes)
         offsets = np.cumsum(slots) - slots
         offsets -= np.repeat(offsets[cuts[:-1]], np.diff(cuts))  # in their halves
         ends = np.cumsum(chunks)
@@ -455,7 +504,8 @@ class _Lane:
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
                     bus.wait_for(half.computed)
-                    bus.copy_rows(rows, outward=True, waits=waits)
+                    self._copy(rows, outward=True, waits=waits)
+                    self._gap(waits)
                     half.moved.record(bus)
                 else:
                     if half.used:
@@ -525,8 +575,9 @@ class _Lane:
 
     def drain(self) -> None:
         self._buffers.drain()
-        with contextlib.suppress(TransferError):
-            self._bus.synchronize()
+        for stream in (self._bus, self._gaps):
+            with contextlib.suppress(TransferError):
+                stream.synchronize()
 
     def free(self) -> None:
         self.drain()
@@ -535,9 +586,10 @@ class _Lane:
         self._device.free(self._sums)
         self._device.free(self._there)
         self._device.free_pinned(self._host.ctypes.data)
-        for event in (self._moved, self._ended):
+        for event in (self._moved, self._ended, self._gap_begins, self._gap_ends):
             event.destroy()
-        self._bus.destroy()
+        for stream in (self._bus, self._gaps):
+            stream.destroy()
         self._buffers.free()
 
 
@@ -607,7 +659,7 @@ class _Pins:
                         self._device.unregister_host(start)
 
 
-def _cuts(sizes: Ints, room: int) -> list[int]:
+def cuts_of(sizes: Ints, room: int) -> list[int]:
     """Where to cut a row of objects, so that each part fits the room, or has one object."""
     ends = np.cumsum(sizes)
     cuts, done = [0], 0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ UUID_BYTES = 16
 
 # Numbers of cuda.h
 _PEER_ACCESS_ALREADY_ENABLED = 704
+_P2P_ATOMIC = 3  # of CUdevice_P2PAttribute: atomic operations, which only NVLink carries
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
@@ -71,6 +73,26 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.host)
+
+    def cut(self, most_bytes: int) -> tuple[Rows, list[int]]:
+        """The same in copies of at most so many bytes, or of one row; and the bounds of pieces of
+        about as many, with 0 and the end."""
+        if not len(self):
+            return self, [0]
+        rows = self
+        high = np.maximum(1, most_bytes // np.maximum(self.width, 1))  # rows of one copy
+        if bool((self.height > high).any()):
+            parts = -(-self.height // high)
+            number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+            fields = (self.host, self.host_pitch, self.device, self.device_pitch, self.width)
+            host, host_pitch, there, pitch, width = (np.repeat(each, parts) for each in fields)
+            done = number * np.repeat(high, parts)
+            height = np.minimum(np.repeat(high, parts), np.repeat(self.height, parts) - done)
+            rows = Rows(
+                host + done * host_pitch, host_pitch, there + done * pitch, pitch, width, height
+            )
+        piece = (np.cumsum(rows.width * rows.height) - 1) // most_bytes
+        return rows, [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(rows)]
 
 
 # CUDA_MEMCPY2D of cuda.h
@@ -116,6 +138,10 @@ class Driver:
         # The same for callers that call again and again: they release it.
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
+        self.record_waiting = self._typed("cuEventRecord", c_void_p, c_void_p, keeping=False)
+        self.after_waiting = self._typed(
+            "cuStreamWaitEvent", c_void_p, c_void_p, c_uint, keeping=False
+        )
         rows = ("cuMemcpy2DAsync_v2", c_void_p, c_void_p)
         self.copy_rows, self.copy_rows_waiting = (
             self._typed(*rows),
@@ -164,6 +190,25 @@ def device_count() -> int:
     count = c_int()
     driver().call("cuDeviceGetCount", byref(count))
     return count.value
+
+
+def gpu_links() -> dict[tuple[int, int], str]:
+    """What lies between each two GPUs of this host: NVLink or PCIe, or nothing, where one of them
+    does not reach the other's memory. Takes no memory of any."""
+    calls, handles = driver(), []
+    for ordinal in range(device_count()):
+        handle = c_int()
+        calls.call("cuDeviceGet", byref(handle), ordinal)
+        handles.append(handle)
+    found = {}
+    for (n, here), (m, there) in combinations(enumerate(handles), 2):
+        way, back, atomic = c_int(), c_int(), c_int()
+        calls.call("cuDeviceCanAccessPeer", byref(way), here, there)
+        calls.call("cuDeviceCanAccessPeer", byref(back), there, here)
+        calls.call("cuDeviceGetP2PAttribute", byref(atomic), _P2P_ATOMIC, here, there)
+        near = way.value and back.value
+        found[n, m] = ("NVLink" if atomic.value else "PCIe") if near else ""
+    return found
 
 
 @cache
@@ -343,10 +388,17 @@ class Device:
 class CudaStream:
     """A queue of work on a device, apart from all others. The device must be current."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, urgency: int = 0) -> None:
+        """urgency  kernels of more urgent streams go first, and streams of another urgency have
+        other hardware queues. There are few: what waits in one holds up all streams that share it,
+        so that work may wait for a whole step of an engine, whose streams have urgency 0"""
         self._driver = driver()
-        handle = c_void_p()
-        self._driver.call("cuStreamCreate", byref(handle), _STREAM_NON_BLOCKING)
+        handle, least, greatest = c_void_p(), c_int(), c_int()
+        self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
+        priority = max(greatest.value, -urgency)
+        self._driver.call(
+            "cuStreamCreateWithPriority", byref(handle), _STREAM_NON_BLOCKING, priority
+        )
         self.handle = handle
 
     def copy(self, dst: int, src: int, size: int) -> None:
@@ -361,9 +413,21 @@ class CudaStream:
         if code:
             raise self._driver.error("cuMemcpyAsync", code)
 
-    def copy_rows(self, rows: Rows, *, outward: bool, waits: bool = False) -> None:
+    def copy_rows(
+        self,
+        rows: Rows,
+        *,
+        outward: bool,
+        waits: bool = False,
+        gap: Callable[[], None] | None = None,
+        gap_bytes: int = 1 << 62,
+    ) -> None:
         """Rows to the host (`outward`) or to the device. It `waits` where the host's memory is not
-        registered."""
+        registered.
+
+        gap  called between two copies, before more than `gap_bytes` are queued since the last
+        """
+        rows, cuts = rows.cut(gap_bytes)
         host, there = ("dst", "src") if outward else ("src", "dst")
         table = np.zeros(len(rows), dtype=_MEMCPY_2D)
         table[f"{host}_type"], table[f"{there}_type"] = _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE
@@ -371,21 +435,28 @@ class CudaStream:
         table[f"{there}_device"], table[f"{there}_pitch"] = rows.device, rows.device_pitch
         table["width"], table["height"] = rows.width, rows.height
         call = self._driver.copy_rows_waiting if waits else self._driver.copy_rows
-        first, handle = table.ctypes.data, self.handle
-        for at in range(first, first + table.nbytes, _MEMCPY_2D.itemsize):
-            code = call(at, handle)
-            if code:
-                raise self._driver.error("cuMemcpy2DAsync", code)
+        address, handle, step = table.ctypes.data, self.handle, _MEMCPY_2D.itemsize
+        for first, last in pairwise(cuts):
+            if first and gap is not None:
+                gap()
+            for at in range(address + first * step, address + last * step, step):
+                code = call(at, handle)
+                if code:
+                    raise self._driver.error("cuMemcpy2DAsync", code)
 
     def zero(self, dst: int, size: int) -> None:
         self._driver.call(
             "cuMemsetD8Async", c_uint64(dst), ctypes.c_ubyte(0), c_size_t(size), self.handle
         )
 
-    def wait_for(self, event: CudaEvent | int) -> None:
-        """What is queued from now on begins after the event, ours or another library's handle."""
+    def wait_for(self, event: CudaEvent | int, *, waits: bool = False) -> None:
+        """What is queued from now on begins after the event, ours or another library's handle.
+
+        waits  the queue may be full: other threads run meanwhile
+        """
         handle = event if isinstance(event, int) else event.handle
-        code = self._driver.after(self.handle, handle, 0)
+        call = self._driver.after_waiting if waits else self._driver.after
+        code = call(self.handle, handle, 0)
         if code:
             raise self._driver.error("cuStreamWaitEvent", code)
 
@@ -408,8 +479,10 @@ class CudaEvent:
         self._driver.call("cuEventCreate", byref(handle), flags)
         self.handle = handle
 
-    def record(self, stream: CudaStream) -> None:
-        code = self._driver.record(self.handle, stream.handle)
+    def record(self, stream: CudaStream, *, waits: bool = False) -> None:
+        """waits  the queue may be full: other threads run meanwhile"""
+        call = self._driver.record_waiting if waits else self._driver.record
+        code = call(self.handle, stream.handle)
         if code:
             raise self._driver.error("cuEventRecord", code)
 

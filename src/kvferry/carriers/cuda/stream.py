@@ -72,7 +72,14 @@ class StreamBuffers:
     One thread uses it at a time, with the device current.
     """
 
-    def __init__(self, device: Device, *, triton: bool | None = None, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        triton: bool | None = None,
+        slots: int = SLOTS,
+        urgency: int = 0,
+    ) -> None:
         self.device = device
         self._most_slots = slots
         self.end: CudaEvent | None = None  # after all that is queued; None: nothing is
@@ -81,9 +88,9 @@ class StreamBuffers:
         self._next = 0
         self._running = False  # whether numbers were brought since `begin`
         with contextlib.ExitStack() as undo:  # all of it, or nothing is left
-            self.stream = kept(undo, CudaStream())
+            self.stream = kept(undo, CudaStream(urgency=urgency))
             # A second stream brings the next launch's numbers while the last launch runs.
-            self._aside = kept(undo, CudaStream())
+            self._aside = kept(undo, CudaStream(urgency=urgency))
             self._brought = kept(undo, CudaEvent())
             self._mark = kept(undo, CudaEvent())
             undo.pop_all()

@@ -18,13 +18,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from kvferry.carriers.base import Memory
-from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing, hashes_of, takes
+from kvferry.carriers.cuda.bus import (
+    MOST_HASHES,
+    MOST_RUNS,
+    Bus,
+    BusObjects,
+    Crossing,
+    cuts_of,
+    hashes_of,
+    takes,
+)
 from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
 from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
@@ -46,8 +55,9 @@ from kvferry.workers import start_compiler
 log = logging.getLogger("kvferry")
 # While the objects of one part cross the bus, those of the next one are found or reserved. Two
 # parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
-# copies for the driver to take while the step computes.
-GET_OBJECTS, PUT_OBJECTS = 128, 256
+# copies for the driver to take while the step computes. The first part of a get is small, because
+# the bus waits for it.
+FIRST_OBJECTS, PART_OBJECTS = 64, 256
 PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
@@ -93,7 +103,7 @@ class DeviceStore(StagedStore):
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
-            for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
+            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
                 put = _Put(
                     self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
                 )
@@ -129,11 +139,11 @@ class DeviceStore(StagedStore):
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = [Outcome.MISSING] * len(keys)
+        done = np.zeros(len(keys), dtype=bool)
         try:
-            done = self._get_direct(keys, wanted, deadline)
+            self._get_direct(keys, wanted, deadline, done)
         except TransferError as error:
             log.warning("blocks are read through buffers: %s", text_of(error))
-            done = np.zeros(len(keys), dtype=bool)
         left = np.flatnonzero(~done).tolist()
         for at in np.flatnonzero(done).tolist():
             outcomes[at] = Outcome.DONE
@@ -143,28 +153,28 @@ class DeviceStore(StagedStore):
                 outcomes[at] = outcome
         return outcomes
 
-    def _get_direct(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> Bools:
-        """Which objects are in their places."""
+    def _get_direct(
+        self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float, done: Bools
+    ) -> None:
+        """Notes in `done` which objects are in their places. One thread keeps the bus busy: several
+        would take the interpreter's lock from each other."""
         good = np.array(inside(self._regions, wanted), dtype=bool)
-        done = np.zeros(len(keys), dtype=bool)
+        bounds = [0, *range(FIRST_OBJECTS, len(keys), PART_OBJECTS), len(keys)]
+        before: tuple[int, Lent, Ints, Crossing] | None = None
         with contextlib.ExitStack() as under_way:
-            lent = under_way.enter_context(self._embedded.lending(keys))
-            which = np.flatnonzero(lent.there & good)
-            which = which[_fits(wanted, lent, which)]
-            if not len(which):
-                return done
-            objects = _objects(lent.place[which], lent.length[which], wanted, which)
-            bounds = [*range(0, len(which), GET_OBJECTS), len(which)]
-            before: tuple[Ints, Crossing] | None = None
-            for (first, last), part in zip(pairwise(bounds), objects.parts(bounds), strict=True):
-                crossing = self._bus.back(part, CHUNK_BYTES, deadline)
-                under_way.callback(crossing.close)
-                if before is not None:
-                    done[_arrived(lent, *before)] = True
-                before = which[first:last], crossing
+            for first, last in pairwise(bounds):
+                lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
+                some = wanted[first:last]
+                which = np.flatnonzero(lent.there & good[first:last])
+                for few in _together(some, lent, which[_fits(some, lent, which)]):
+                    objects = _objects(lent.place[few], lent.length[few], some, few)
+                    crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
+                    under_way.callback(crossing.close)
+                    if before is not None:
+                        done[before[0] + _arrived(*before[1:])] = True
+                    before = first, lent, few, crossing
             if before is not None:
-                done[_arrived(lent, *before)] = True
-        return done
+                done[before[0] + _arrived(*before[1:])] = True
 
 
 class _Put:
@@ -270,6 +280,17 @@ def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
         for at in np.flatnonzero(fits).tolist():
             fits[at] = takes(lent.length[which[at] : which[at] + 1], CHUNK_BYTES)
     return np.asarray(fits)
+
+
+def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Ints]:
+    """As many of these at a time as one crossing takes."""
+    if not len(which):
+        return
+    hashes = hashes_of(lent.length[which], CHUNK_BYTES)
+    runs = np.array(by_lengths(wanted, len), dtype=np.int64)[which]
+    share = np.maximum(hashes * (MOST_RUNS // MOST_HASHES), runs)
+    for first, last in pairwise(cuts_of(share, MOST_RUNS)):
+        yield which[first:last]
 
 
 def _span(parts: Slices | Alike) -> list[int]:

@@ -438,9 +438,7 @@ class EmbeddedStore:
         there &= (offset >= 0) & (image > 0) & (offset <= arena.capacity - image)
         place = np.zeros(len(keys), dtype=np.int64)
         sums: dict[int, Sums] = {}
-        kinds = np.stack((length, name_bytes), axis=1)
-        for size, key_bytes in np.unique(kinds[there], axis=0).tolist():  # usually one
-            some = np.flatnonzero(there & (kinds == (size, key_bytes)).all(axis=1))
+        for size, key_bytes, some in _alike(length, name_bytes, np.flatnonzero(there)):
             head = header_bytes(key_bytes, size)
             some, wrong = some[image[some] == head + size], some[image[some] != head + size]
             there[wrong] = False
@@ -682,9 +680,8 @@ class Granted:
         wishes = list(self.wishes.values())
         names = [self.keys[at].encode() for at in self.wishes]
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
-        kinds = np.stack((sizes, np.array([len(n) for n in names], dtype=np.int64)), axis=1)
-        for size, key_bytes in np.unique(kinds, axis=0).tolist():  # usually one
-            some = np.flatnonzero((kinds == (size, key_bytes)).all(axis=1))
+        name_bytes = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
+        for size, _, some in _alike(sizes, name_bytes, np.arange(len(names))):
             chunks = int(counts[some[0]])
             own = sums[(ends[some] - chunks)[:, None] + np.arange(chunks)]
             headers = seal_alike([names[i] for i in some.tolist()], size, own)
@@ -723,6 +720,15 @@ class Lent:
         """These were read."""
         self.tiers.policy.touch(self.rows[which], self.clock())
         self.tiers.index.count("hits", len(which))
+
+
+def _alike(length: Ints, name_bytes: Ints, which: Ints) -> Iterator[tuple[int, int, Ints]]:
+    """Those of `which` that are alike in both, and in what; usually all are."""
+    while len(which):
+        size, key_bytes = int(length[which[0]]), int(name_bytes[which[0]])
+        same = (length[which] == size) & (name_bytes[which] == key_bytes)
+        yield size, key_bytes, which[same]
+        which = which[~same]
 
 
 def share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:

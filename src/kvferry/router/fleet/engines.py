@@ -45,7 +45,7 @@ import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.fleet.connections import EngineTransport
+from kvferry.router.fleet.connections import EngineAnswer, EngineOrigin, EngineTransport
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
@@ -274,12 +274,13 @@ class Fleet:
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
         tls = httpx.create_ssl_context(verify=trusting(ca_file), trust_env=False)
+        self._transport = EngineTransport(
+            tls, _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
+        )
         self.client = httpx.AsyncClient(
             trust_env=False,
             timeout=None,  # every use has a deadline of its own
-            transport=EngineTransport(
-                tls, _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
-            ),
+            transport=self._transport,
         )
         for spec in specs:
             if not spec.is_name:
@@ -472,29 +473,30 @@ class Fleet:
         Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
         connection if the answer is incomplete, and the engine then aborts the request.
         """
-        request = httpx.Request(
-            asked.method,
-            _parsed_url(engine.url + asked.path),
-            headers=[*asked.headers, (b"x-request-id", asked.request_id)],
-            content=body,
-        )
-        response: httpx.Response | None = None
+        at = _address(engine.url + asked.path)
+        headers = [(b"host", at.host), *asked.headers, (b"x-request-id", asked.request_id)]
+        if body or asked.method == "POST":
+            headers.append((b"content-length", b"%d" % len(body)))
+        response: EngineAnswer | None = None
         held_before = asked.held.bytes
+        until = asyncio.get_running_loop().time() + seconds
         engine.in_flight += 1
         try:
             try:
-                with anyio.fail_after(seconds):
-                    response = await self.client.send(request, stream=True)
-                    chunks, rest = response.aiter_raw(), None
-                    if _is_stream(response):
-                        content = await anext(chunks, b"")
-                        rest = self._rest(engine, chunks, str(asked))
-                    else:
-                        content = await self._whole(engine, chunks, asked.held)
+                response = await self._transport.ask(
+                    at.origin, asked.method.encode(), at.target, headers, body, until
+                )
+                passed = end_to_end(response.headers)
+                rest = None
+                if _is_stream(response.status, passed):
+                    content = await response.read(until)
+                    rest = self._rest(engine, response, str(asked))
+                else:
+                    content = await self._whole(engine, response, asked.held, until)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, str(asked)) from error
-            status = response.status_code
-            answer = Answer(status, end_to_end(response.headers.raw), content, rest)
+            status = response.status
+            answer = Answer(status, passed, content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
@@ -511,7 +513,7 @@ class Fleet:
                 self.turns.ended()
             asked.held.add(held_before - asked.held.bytes)
             if response is not None:
-                await response.aclose()
+                response.close()
 
     async def check(self, engine: UpstreamEngine) -> None:
         """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
@@ -522,12 +524,12 @@ class Fleet:
         await asyncio.wait({task})  # leaves the probe to the others if this request is cancelled
 
     async def _whole(
-        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], held: RequestMemory
+        self, engine: UpstreamEngine, answer: EngineAnswer, held: RequestMemory, until: float
     ) -> bytes:
         """An answer that is not streamed, of at most max_answer_bytes."""
         parts: list[bytes] = []
         size, most = 0, self._limits.max_answer_bytes
-        async for chunk in chunks:
+        while chunk := await answer.read(until):
             size += len(chunk)
             if size > most:
                 raise AnswerTooLong(engine, f"its answer has more than {most} bytes")
@@ -536,15 +538,13 @@ class Fleet:
         return b"".join(parts)
 
     async def _rest(
-        self, engine: UpstreamEngine, chunks: AsyncIterator[bytes], during: str
+        self, engine: UpstreamEngine, answer: EngineAnswer, during: str
     ) -> AsyncIterator[bytes]:
         """A stream after its first bytes. Raises EngineFailure."""
-        seconds = self._limits.chunk_seconds
+        seconds, now = self._limits.chunk_seconds, asyncio.get_running_loop().time
         while True:
             try:
-                # Not anyio's, which takes three times as long; this is done for every event.
-                async with asyncio.timeout(seconds):
-                    data = await anext(chunks, b"")
+                data = await answer.read(now() + seconds)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, during) from error
             if not data:
@@ -588,9 +588,19 @@ class Fleet:
             engine.failed(f"/health answered {response.status_code}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A URL, as a request needs it."""
+
+    origin: EngineOrigin
+    host: bytes  # the header
+    target: bytes
+
+
 @lru_cache(4 * 256)  # routes of engines
-def _parsed_url(url: str) -> httpx.URL:
-    return httpx.URL(url)
+def _address(url: str) -> _Address:
+    parsed = httpx.URL(url)
+    return _Address(EngineOrigin.of(parsed), parsed.netloc, parsed.raw_path)
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
@@ -601,9 +611,9 @@ def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
         raise DescriptionError(f"cannot read certificates from {ca_file}: {error}") from None
 
 
-def _is_stream(response: httpx.Response) -> bool:
-    kind = response.headers.get("content-type", "")
-    return response.status_code == 200 and kind.lower().startswith("text/event-stream")
+def _is_stream(status: int, headers: Headers) -> bool:
+    kind = next((value for name, value in headers if name == b"content-type"), b"")
+    return status == 200 and kind.lower().startswith(b"text/event-stream")
 
 
 def _failure(

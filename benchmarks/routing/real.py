@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines behind real routers: one prefill and two decode engines, conversations, streams.
+
+All cases take turns in one run, over the same prompts at the same times:
+
+    kvferry, cost              engines with FerryConnector
+    kvferry, load              the same engines, `--place load`: always handed over
+    vllm-router, round_robin   the same engines
+    vllm-router, cache_aware   engines with vLLM's NixlConnector
+
+The last two need `--vllm-router PROGRAM`. Each time a router is started anew, sees some other
+conversations first, and then finds empty caches. While one set of engines is asked, the other one
+is stopped (SIGSTOP), because some connectors have threads that never rest: `idle` says what share
+of the processors such engines take while nobody asks them.
+
+    first token   while requests come at their times
+    hits          tokens of these prompts that no engine computed, by the engines' own counters
+    a second      requests answered, where each conversation goes on as soon as it is answered
+    wrong         answers that are not those of one engine alone
+
+`predict` compares the first tokens with what `kvferry simulate` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import require_vllm
+from benchmarks.routing.conversations import (
+    BLOCK_TOKENS,
+    Ask,
+    StreamClient,
+    Told,
+    at_their_times,
+    conversations,
+    one_after_another,
+)
+from benchmarks.routing.predict import Calibration, Prediction, predict, single_asks
+from kvferry.errors import KvferryError
+from kvferry.simulate.engine import EngineRates
+from kvferry.simulate.run import Policy
+from router_process import RouterProcess
+from tiny_models import llama_config, make_model
+from vllm_engines import Engine, events_of, free_port, open_log, publish_events
+from vllm_pairs import started
+
+LAYERS = 4
+CHUNK_TOKENS = 2048  # max_num_batched_tokens
+DECODE = 2  # engines
+START_SECONDS = 60.0  # of a router
+IDLE_SECONDS = 3.0  # of looking
+RESET_SECONDS = 60.0  # for the blocks of ended requests to come back
+WARM_UP = 3  # conversations
+COMPUTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A router before one set of engines, and the policy of `kvferry simulate` that is like it."""
+
+    name: str
+    connector: str
+    arguments: tuple[str, ...]
+    like: Policy | None = None
+    theirs: bool = False  # vllm-router
+
+
+CASES = (
+    Case("kvferry, cost", "FerryConnector", ("--place=cost",), "cost"),
+    Case("kvferry, load", "FerryConnector", ("--place=load",), "least-loaded"),
+    Case(
+        "vllm-router, round_robin",
+        "FerryConnector",
+        ("--policy", "round_robin"),
+        "round-robin",
+        True,
+    ),
+    Case("vllm-router, cache_aware", "NixlConnector", ("--policy", "cache_aware"), None, True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RealResult:
+    case: str
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    p50_ms: float  # first token
+    p99_ms: float
+    per_second: float
+    wrong: int
+    busy: float  # share of all processor time, while requests came at their times
+    others: float  # and what of it other programs had
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    results: list[RealResult]
+    predictions: list[Prediction]
+    rates: dict[str, EngineRates]  # by connector
+    idle: dict[str, float]  # share of all processor time that idle engines take, by connector
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one case has shown so far."""
+
+    singles: list[Told] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    wrong: int = 0
+    rush_seconds: float = 0.0
+    busy: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+
+def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
+    """`count` conversations; raises KvferryError if an engine or a router does not do its part."""
+    require_vllm("bench-routing")
+    cases = [case for case in CASES if not case.theirs or vllm_router is not None]
+    asks = conversations(count)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-routing-")))
+        model = make_model(folder / "tiny", llama_config(num_hidden_layers=LAYERS))
+        fleets = {}
+        for connector in dict.fromkeys(case.connector for case in cases):
+            fleets[connector] = fleet = _Fleet(connector, model, folder)
+            stack.callback(fleet.kill)
+            fleet.start()
+            fleet.pause()
+        first = fleets[cases[0].connector]
+        with first.awake():
+            right = asyncio.run(_alone(first.prefill.url, asks))
+        seen = {case.name: _Seen() for case in cases}
+        costs = {connector: Calibration() for connector in fleets}
+        idle = {}
+        for number in range(rounds):
+            for connector, fleet in fleets.items():
+                with fleet.awake():
+                    _say(f"round {number + 1}: what engines with {connector} cost")
+                    idle[connector] = _idle_share(fleet)
+                    asyncio.run(costs[connector].measure(fleet.prefill.url, fleet.decode[0].url))
+            for case in cases if number % 2 == 0 else reversed(cases):
+                _say(f"round {number + 1}: {case.name}")
+                fleet = fleets[case.connector]
+                with fleet.awake(), _router(case, fleet, vllm_router, folder) as url:
+                    _round(url, fleet, asks, right, seen[case.name])
+        rates = {name: each.rates(_cache_bytes_per_token()) for name, each in costs.items()}
+        predictions = []
+        for case in cases:
+            singles, told = (
+                [each.first_seconds for each in seen_there]
+                for seen_there in (seen[case.name].singles, seen[case.name].told)
+            )
+            if case.like is not None:
+                cost = rates[case.connector]
+                found = predict(case.name, case.like, asks, cost, DECODE, singles, told)
+                predictions.append(found)
+        results = [_result(case.name, seen[case.name], len(asks) * rounds) for case in cases]
+        return RealRun(results, predictions, rates, idle)
+
+
+def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], seen: _Seen) -> None:
+    asyncio.run(one_after_another(url, conversations(WARM_UP, seed=2)))
+    seen.singles += asyncio.run(at_their_times(url, single_asks()))
+    fleet.forget()
+    before, look = fleet.computed_tokens(), _Look(fleet)
+    told = asyncio.run(at_their_times(url, asks))
+    busy, others = look.shares()
+    tokens = sum(len(ask.tokens) for ask in asks)
+    seen.prompt_tokens += tokens
+    seen.hit_tokens += tokens - (fleet.computed_tokens() - before)
+    seen.told += told
+    seen.wrong += sum(each.text != text for each, text in zip(told, right, strict=True))
+    seen.busy.append(busy)
+    seen.others.append(others)
+    fleet.forget()
+    seen.rush_seconds += asyncio.run(one_after_another(url, asks))
+
+
+def _result(name: str, seen: _Seen, requests: int) -> RealResult:
+    first = sorted(told.first_seconds * 1e3 for told in seen.told)
+    return RealResult(
+        name,
+        len(first),
+        seen.prompt_tokens,
+        seen.hit_tokens,
+        statistics.median(first),
+        first[min(len(first) - 1, int(0.99 * len(first)))],
+        requests / seen.rush_seconds,
+        seen.wrong,
+        statistics.fmean(seen.busy),
+        statistics.fmean(seen.others),
+    )
+
+
+async def _alone(url: str, asks: Sequence[Ask]) -> list[str]:
+    async with StreamClient(url) as client:
+        return [(await client.ask(ask.prompt)).text for ask in asks]
+
+
+def _cache_bytes_per_token() -> int:
+    config = llama_config(num_hidden_layers=LAYERS)
+    heads: int = config["num_key_value_heads"] * config["head_dim"]
+    return LAYERS * 2 * heads * 4  # fp32
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
+def _idle_share(fleet: _Fleet) -> float:
+    look = _Look(fleet)
+    time.sleep(IDLE_SECONDS)
+    busy, others = look.shares()
+    return busy - others
+
+
+# Engines
+
+
+class _Fleet:
+    """One prefill engine, and some that decode."""
+
+    def __init__(self, connector: str, model: Path, folder: Path) -> None:
+        names = ["p", *(f"d{number + 1}" for number in range(DECODE))]
+        self.engines = [_engine(connector, f"{connector}-{n}", model, folder) for n in names]
+        self.prefill, *self.decode = self.engines
+
+    def start(self) -> None:
+        _say(f"starting {', '.join(engine.name for engine in self.engines)}")
+        started(*self.engines)
+
+    def kill(self) -> None:
+        for engine in self.engines:
+            engine.kill()
+
+    def pause(self) -> None:
+        for engine in self.engines:
+            os.killpg(engine.pid, signal.SIGSTOP)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        for engine in self.engines:
+            os.killpg(engine.pid, signal.SIGCONT)
+        for engine in self.engines:
+            engine.wait_ready(START_SECONDS)
+        yield
+        self.pause()
+
+    def forget(self) -> None:
+        """Empty all caches."""
+        deadline = time.monotonic() + RESET_SECONDS
+        for engine in self.engines:
+            while not _post(f"{engine.url}/reset_prefix_cache").get("success"):
+                if time.monotonic() > deadline:
+                    raise KvferryError(f"{engine.name} keeps blocks of requests that have ended")
+                engine.complete([5], max_tokens=1)  # a step, in which it hears of ended transfers
+                time.sleep(0.2)
+
+    def computed_tokens(self) -> int:
+        return round(sum(engine.metric(COMPUTED) for engine in self.engines))
+
+
+def _engine(connector: str, name: str, model: Path, folder: Path) -> Engine:
+    made = Engine(name, model, folder / f"{name}.log", block_size=BLOCK_TOKENS, connector={})
+    made.arguments = ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
+    made.arguments += ["--enable-prompt-tokens-details"]
+    made.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+    if connector == "NixlConnector":
+        made.transfer = {"kv_connector": connector, "kv_buffer_device": "cpu"}
+        made.transfer |= {"kv_connector_module_path": None}
+        made.environment |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "UCX_NET_DEVICES": "lo",
+        }
+    return publish_events(made)
+
+
+def _post(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(urllib.request.Request(url, b""), timeout=30) as answer:
+        loaded: dict[str, Any] = json.load(answer)
+        return loaded
+
+
+# Routers
+
+
+@contextmanager
+def _router(case: Case, fleet: _Fleet, program: Path | None, folder: Path) -> Iterator[str]:
+    """The address of a router that serves."""
+    if not case.theirs:
+        more = [*case.arguments, *(f"--decode={engine.url}" for engine in fleet.decode[1:])]
+        more += [f"--engine-events={events_of(engine)}" for engine in fleet.engines]
+        pair: list[Any] = [fleet.prefill, fleet.decode[0]]
+        ours = RouterProcess(pair, {}, None, more=more)
+        try:
+            yield f"http://127.0.0.1:{ours.port}"
+        finally:
+            ours.stop()
+            (folder / "kvferry.log").write_text("".join(ours.log))
+        return
+    port, log = free_port(), folder / "vllm-router.log"
+    command = [str(program), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--port", str(port), "--prometheus-port", str(free_port()), *case.arguments]
+    command += ["--prefill", fleet.prefill.url]
+    command += [word for engine in fleet.decode for word in ("--decode", engine.url)]
+    with open_log(log) as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            _wait_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/readiness", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    raise KvferryError(f"vllm-router did not start: {log.read_text(errors='replace')[-1000:]}")
+
+
+class _Look:
+    """How busy the processors are since then, and what of it other programs have."""
+
+    def __init__(self, fleet: _Fleet) -> None:
+        self._groups = {os.getpgrp(), *(engine.pid for engine in fleet.engines)}
+        self._begun = self._now()
+
+    def shares(self) -> tuple[float, float]:
+        idle, everything, ours = (b - a for a, b in zip(self._begun, self._now(), strict=True))
+        busy = (everything - idle) / everything
+        return busy, max(0.0, busy - ours / everything)
+
+    def _now(self) -> tuple[int, int, int]:
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        ours = 0
+        for path in Path("/proc").iterdir():
+            if not re.fullmatch(r"\d+", path.name):
+                continue
+            try:
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[2]) in self._groups:
+                ours += int(fields[11]) + int(fields[12])
+        return ticks[3] + ticks[4], sum(ticks), ours
