@@ -216,7 +216,7 @@ def _measure(folder: Path) -> SchedulerShare:
         hashes = [h.hex() for h in request.block_hashes]
         chain = pool.track(request.request_id, tuple).chain
         chain.cover(request.all_token_ids, len(request.all_token_ids))
-        (part,) = sequence_keys(pool._metadata, chain, [pool._ours])
+        (part,) = sequence_keys(pool.metadata, chain, [pool.layout])
         mine = part.keys
         keys = len(mine)
         _fill(half.store, mine)

@@ -49,16 +49,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.host import HostMemory
-from kvferry.handover.consumer import ConsumerRank
-from kvferry.handover.describe import engine_info, rank_info
-from kvferry.handover.producer import ProducerRank
-from kvferry.handover.push import Pusher
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape
-from kvferry.net.rpc import Sockets
 from kvferry.vllm.connector import FerryConnector
-from kvferry.vllm.describe import cache_rank
+from kvferry.vllm.describe import CacheRank, Described, cache_rank
 from kvferry.vllm.worker import FerryWorker
 from vllm import SamplingParams
 
@@ -191,8 +186,8 @@ class Modelless:
             self.worker_sides.append(side)
             for child in getattr(side, "sub_connectors", [side]):
                 if isinstance(child, FerryConnector) and child.worker is not None:
-                    child.worker._place = self._places[number]
-                    self._fill(child.worker, blocks, self.memories[number])
+                    memory = self.memories[number]
+                    self._fill(child.worker, self._places[number], blocks, memory)
             told = side.get_handshake_metadata()
             if told is not None:  # vLLM keeps one of a (pp, tp) rank, or of all that share tokens
                 described[0, number if dcp > 1 else places[number][0]] = told
@@ -207,51 +202,20 @@ class Modelless:
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
 
-    def _fill(self, worker: FerryWorker, blocks: int, memory: np.ndarray) -> None:
+    def _fill(self, worker: FerryWorker, place: CacheRank, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
-        shape, model = self._shape, MODEL
+        model = MODEL
         if self.window:
             group = replace(MODEL.groups[0], residency=Residency("window", self.window))
             model = replace(MODEL, groups=(group,))
-        layout = RankLayout.build(model, shape, worker._place.rank, blocks)
+        layout = RankLayout.build(model, self._shape, place.rank, blocks)
         assert layout.total_bytes == memory.nbytes
         region = MemoryRegion(memory.ctypes.data, memory.nbytes)
-        worker._sockets = Sockets()
         push = worker.config.mode == "push"
         carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
         carrier.register([region])
-        worker._carriers = [carrier]
-        engine = engine_info(self.name, worker._incarnation, model, shape, {})
-        pusher = Pusher(engine, model, layout, [region.address], [carrier])
-        worker._producer = ProducerRank(
-            worker._sockets,
-            worker._incarnation,
-            lease_seconds=worker.config.lease_seconds,
-            pusher=pusher if push else None,
-            wakeup=worker._wakeup,
-        )
-        worker._producer.start()
-        worker._consumer = ConsumerRank(
-            worker._sockets,
-            engine,
-            model,
-            layout,
-            [region.address],
-            [carrier],
-            zero=HostMemory([region]).zero,
-            mode=worker.config.mode,
-            wakeup=worker._wakeup,
-            replica=worker._place.replica,
-            replicas=worker._place.replicas,
-        )
-        info = rank_info(
-            layout,
-            [region.address],
-            f"127.0.0.1:{worker._producer.port}",
-            worker._incarnation,
-            {carrier.name: carrier.endpoint()},
-        )
-        worker.introduce(engine, info)
+        described = Described(model, layout, (region.address,), {})
+        worker.serve(place, described, HostMemory([region]), [carrier])
 
     @property
     def ferry(self) -> Any:

@@ -135,6 +135,7 @@ class SchedulerEngine:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
         own = {"path": str(folder / "unused"), "weight_revision": "test", **ALWAYS, **(extra or {})}
+        own.setdefault("lookup_seconds", 20.0)  # a busy machine's lookup is no miss
         transfer = KVTransferConfig(
             kv_connector=connector,
             kv_connector_module_path=None if connector == "MultiConnector" else "kvferry.vllm",
@@ -284,9 +285,14 @@ class SchedulerEngine:
 
     def run(self, seconds: float = 30.0) -> None:
         """Steps until nothing is left to do, saves included."""
+        self.until(lambda: not self.scheduler.has_requests(), seconds, "the engine hangs")
+
+    def until(
+        self, done: Callable[[], bool], seconds: float = 30.0, else_: str = "it did not happen"
+    ) -> None:
         deadline = time.monotonic() + seconds
-        while self.scheduler.has_requests():
-            assert time.monotonic() < deadline, "the engine hangs"
+        while not done():
+            assert time.monotonic() < deadline, else_
             self.step()
 
     def step(self) -> None:

@@ -125,14 +125,14 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         process = undo.enter_context(forking(ours.told()))
         assert process.stdout
         user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
-        assert len(ours.pulse._guests) == len(ours.tcp._server._serving) == 1
+        assert len(ours.pulse.guests) == ours.tcp.serving == 1
         user.read()
         assert said(process) == "forked\n"
         # the child has let go of all, which its parent does not notice
         assert user.pulse.alive(0.05)
         user.new_pulse().close()
         user.read()
-        assert len(ours.pulse._guests) == len(ours.tcp._server._serving) == 1
+        assert len(ours.pulse.guests) == ours.tcp.serving == 1
         process.kill()
         process.wait()
         # what it served
@@ -142,8 +142,8 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         with pytest.raises(PeerLost):
             user.new_pulse()
         # what it used
-        assert until(lambda: not ours.pulse._guests)
-        assert until(lambda: not ours.tcp._server._serving)
+        assert until(lambda: not ours.pulse.guests)
+        assert until(lambda: not ours.tcp.serving)
         assert said(process) == "still here\n"
 
 
@@ -151,7 +151,7 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     """As a child has that was forked before it could be told of a connection."""
     server = PulseServer(HOST)
     visit = Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
-    (visitor,) = server._guests
+    (visitor,) = server.guests
     kept = [os.dup(one.fileno()) for one in (server._listener, visitor.connection)]
     begin = time.monotonic()
     server.close()

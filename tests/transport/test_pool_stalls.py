@@ -136,13 +136,27 @@ def test_too_many_stuck_threads(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(load_module, "MOST_LOST_THREADS", 1)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
-    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=0.2))
-    release = threading.Event()
-    names = [f"r{n}" for n in range(load_module.Pace().threads + 3)]
+    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=5, load_seconds=1.0))
+    count = load_module.Pace().threads
+    names = [f"r{n}" for n in range(count + 3)]
     found = {name: reader.matched(name, tokens) for name in names}
-    pair.faults["get"] = lambda *_: release.wait(30) and None
-    hung = [reader.load(name, found[name])[0].hung for name in names]
-    assert hung.count(True) == load_module.Pace().threads + 1 and not hung[-1]
+    release = threading.Event()
+    entered: list[int] = []
+    pair.faults["get"] = lambda *_: entered.append(1) or (release.wait(30) and None)
+    for name in names[:count]:
+        reader.scheduler.allocated(name, reader.tables, found[name])
+    reader.until(
+        lambda: all(len(reader.ends.get(n, ())) == len(reader.ranks) for n in names[:count])
+    )
+    assert all(end.hung for name in names[:count] for end in reader.ends[name])
+    replaced = names[count]  # is read by the one thread that took a stuck one's place
+    assert all(end.hung for end in reader.load(replaced, found[replaced]))
+    assert len(entered) == (count + 1) * len(reader.ranks)
+    # the thread that ends a load at its deadline may have to wait for a busy machine
+    monkeypatch.setattr(load_module, "HUNG_SECONDS", 30.0)
+    for name in names[count + 1 :]:
+        assert all(not end.ok and not end.hung for end in reader.load(name, found[name]))
+    assert len(entered) == (count + 1) * len(reader.ranks)
     release.set()
     all_ended(reader)
 

@@ -87,7 +87,8 @@ def test_mistakes_of_each_kind(name: str, extra: Any, said: str) -> None:
 
 
 def test_what_is_around_the_keys() -> None:
-    assert "found 'x'" in check("FerryConnector", kv_load_failure_policy="x")[1][0]
+    policy = check("FerryConnector", kv_load_failure_policy="x")[1]
+    assert policy == ["kv_load_failure_policy must be one of recompute, fail, found 'x'"]
     assert "vLLM does not know ['kv_rolle']" in check("FerryConnector", kv_rolle=1)[1][0]
     alone = check("NixlConnector", kv_connector_module_path=None)[1]
     assert "is vLLM's own connector" in alone[0]

@@ -121,7 +121,7 @@ def test_a_load_after_the_end() -> None:
     loader = Loader(store, PoolCounters())
     loader.close(1.0)
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    wait_until(lambda: not loader._running)
+    wait_until(lambda: not loader.running)
     (ended,) = loader.take_done()
     assert not ended.ok and "shutting down" in ended.error
 
@@ -136,7 +136,7 @@ def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     loader.close(10.0)
     assert time.monotonic() - began < 5
     store.go_on.set()
-    wait_until(lambda: not loader._running)
+    wait_until(lambda: not loader.running)
 
 
 def test_an_idle_step_waits_for_no_load_that_has_ended() -> None:
@@ -144,7 +144,7 @@ def test_an_idle_step_waits_for_no_load_that_has_ended() -> None:
     saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
     made = rank(store, saver, loader)
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    wait_until(lambda: not loader._running)
+    wait_until(lambda: not loader.running)
     began = time.monotonic()
     made.wait_done(10.0)
     assert time.monotonic() - began < 5

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dir_store import DirStore, FaultyStore
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
 from kvferry.pool.hits import Held, Hit, Need, PoolReader, Segment, longest_hit
@@ -24,6 +27,9 @@ from kvferry.pool.keys import (
     frame,
     object_keys,
 )
+from kvferry.verify.oracle import Oracle
+from pool_cases import pool_case
+from pool_engine import SmallEngine
 
 
 def chain(tokens: list[int], *extras: Extra) -> ContentChain:
@@ -140,6 +146,34 @@ class TestKeys:
             replace(key, chunk_hash="00fe"),
         ]
         assert len({k.to_string() for k in (key, replace(key), *others)}) == 5
+
+
+def test_saved_blocks_are_asked_for_by_the_keys_of_their_objects(tmp_path: Path) -> None:
+    """The scheduler watches what routers were told of, by keys that it makes itself."""
+    ranks: Counter[int] = Counter()
+    for index in range(60):
+        case = pool_case(31, index, both_whole=True)
+        if case is None or Oracle(case).errors() or sum(ranks.values()) == 12:
+            continue
+        put: set[str] = set()
+        faults = {"put": lambda keys, *_, put=put: put.update(keys)}
+        folder = str(tmp_path / str(index))
+        engine = SmallEngine(case, "src", lambda f=folder, w=faults: FaultyStore(DirStore(f), w))  # type: ignore[misc]
+        try:
+            tokens = list(range(case["tokens"] + 1))  # a draft's last block waits for one more
+            engine.save("r", tokens, final=case["tokens"])
+            found = [
+                key
+                for job in engine.saved
+                for blocks in job.tables
+                for of_block in engine.scheduler.keys_of(blocks.table, blocks.contents)
+                for key in of_block
+            ]
+        finally:
+            engine.close()
+        assert put and set(found) == put and len(found) == len(put), index
+        ranks[len(engine.ranks)] += 1
+    assert sum(ranks.values()) == 12 and len(ranks) > 2, ranks
 
 
 def held(layout: str, group: str, size: int, exists: str) -> Held:

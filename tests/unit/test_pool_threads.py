@@ -98,7 +98,7 @@ def test_a_load_without_a_thread_has_failed(loader: Loader, store: Any, monkeypa
         loader.start(order("r"), SCOPE)
         (end,) = loader.take_done()
         assert not end.ok and not end.hung and end.bad_from == 0
-        assert not loader._running and loader.take_done() == [] and store.seen == []
+        assert not loader.running and loader.take_done() == [] and store.seen == []
     loader.start(order("again"), SCOPE)
     assert [(e.request_id, e.ok) for e in ended(loader, 1)] == [("again", True)]
 
@@ -108,7 +108,10 @@ def test_loads_that_queue_are_not_hung(loader: Loader, store: Any, monkeypatch: 
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.2)
     loader._threads._most = 2
     store.may_go.clear()
-    for name in "abcd":
+    for name in "ab":
+        loader.start(order(name, 1.0), SCOPE)
+    wait_until(lambda: store.seen == ["get", "get"])
+    for name in "cd":
         loader.start(order(name, 0.1), SCOPE)
     found = {end.request_id: end for end in ended(loader, 4)}
     assert {name for name, end in found.items() if end.hung} == {"a", "b"}

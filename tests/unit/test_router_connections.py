@@ -190,7 +190,7 @@ def test_an_answer_that_is_none_is_an_error_and_its_connection_goes(
         async with asking(bytes_of(answer, close=True)) as (client, url, pool):
             with pytest.raises(httpx.RemoteProtocolError, match=f"(?i){what}"):
                 await client.get(url)
-            assert not pool._all and not pool._idle
+            assert pool.open_count == pool.idle_count == 0
 
     asyncio.run(run())
 
@@ -201,7 +201,7 @@ def test_an_answer_that_ends_with_its_connection_is_whole_and_the_next_gets_a_ne
         async with asking(server) as (client, url, pool):
             for count in (1, 2):
                 assert (await client.get(url)).content == b"to the end"
-                assert server.connections == count and not pool._all
+                assert server.connections == count and not pool.open_count
 
     asyncio.run(run())
 
@@ -226,7 +226,7 @@ def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
         async with asking(server, idle_seconds=60.0) as (client, url, pool):
             await client.get(url)
             server.writers[0].write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
-            await until(lambda: not pool._all)
+            await until(lambda: not pool.open_count)
             assert (await client.get(url)).content == b"ok"
 
     asyncio.run(run())
@@ -253,14 +253,15 @@ def test_a_cancelled_request_closes_its_connection(sent: bytes) -> None:
             assert await reader.read() == b""
             gone.set()
 
-        async with asking(Server(answer)) as (client, url, pool):
+        server = Server(answer)
+        async with asking(server) as (client, url, pool):
             task = asyncio.create_task(client.get(url))
-            await until(lambda: bool(pool._all))
-            await asyncio.sleep(0.05)
+            await until(lambda: bool(server.requests))
+            await asyncio.sleep(0.05)  # what was sent has probably come
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert not pool._all
+            assert not pool.open_count
             await asyncio.wait_for(gone.wait(), 5)
 
     asyncio.run(run())
@@ -294,9 +295,9 @@ def test_idle_connections_are_few_and_expire() -> None:
         server = bytes_of(WHOLE)
         async with asking(server, most_idle=2, idle_seconds=0.2) as (client, url, pool):
             await asyncio.gather(*(client.get(url) for _ in range(5)))
-            assert server.connections == 5 and len(pool._all) == pool._idle_count == 2
-            await until(lambda: not pool._all)
-            assert not pool._idle and pool._idle_count == 0
+            assert server.connections == 5 and pool.open_count == pool.idle_count == 2
+            await until(lambda: not pool.open_count)
+            assert pool.idle_count == 0
 
     asyncio.run(run())
 
@@ -307,7 +308,7 @@ def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:
         async with asking(server) as (client, url, pool):
             with pytest.raises(httpx.LocalProtocolError):
                 await client.get(url, headers=[(b"x", b"a\nb")])
-            assert not pool._all and not server.requests
+            assert not pool.open_count and not server.requests
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(
                 transport=EngineTransport(ssl.create_default_context(), 1, 1.0, 1.0)

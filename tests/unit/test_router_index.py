@@ -151,7 +151,7 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     assert held(index, tokens) == {("a", "gpu"): 4, ("b", "gpu"): 8}
     for _ in range(10):
         a.store(tokens[:4])
-    assert len(index._where) == 2 and not index._forgotten
+    assert index.distinct == 2 and not index._forgotten
     for _ in range(200):
         a.store(tokens)
         index.forget("a")
@@ -268,7 +268,7 @@ def test_images_end_what_a_text_can_hit() -> None:
     a.store(tokens, extra_keys=[None, (("cat.png", 5),), None, None], hash_salt="cat")
     a.store(tokens, extra_keys=[None, (("dog.png", 5),), None, None], hash_salt="dog")
     assert held(index, tokens) == {("a", "gpu"): 4}
-    assert len(index._where) == 7
+    assert index.distinct == 7
     # keys that cannot be laid to a block
     a.store(tokens, extra_keys=[None], hash_salt="odd")
     assert index.stats()["a"].unplaced_blocks == 4
@@ -479,7 +479,7 @@ def test_the_index_is_bounded_and_fair() -> None:
     stats = index.stats()
     assert stats["small"].forgotten_blocks == 0
     assert stats["large"].forgotten_blocks == 2510 - stats["large"].blocks
-    assert len(index._where) == len(index) and len(index._used) <= len(index)
+    assert index.distinct == len(index) and len(index._used) <= len(index)
     assert held(index, numbers(100, seed=99))["large", "gpu"] == 100
     # an unused prompt is forgotten, and its removal is no surprise
     old = numbers(100, seed=0)
@@ -587,7 +587,7 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
             for prefix in held_by[name, group]:
                 engines[name].remove(prefix, group=group)
     index._sweep(1 << 30)
-    assert len(index) == 0 and not index._where and not index._used
+    assert len(index) == 0 and index.distinct == 0 and not index._used
     assert not any(engine.part.copies for engine in engines.values())
 
 

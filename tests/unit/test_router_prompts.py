@@ -304,11 +304,11 @@ def test_what_is_remembered_is_bounded() -> None:
             for n in range(30):
                 assert await ask(prompts, engine, prompt=f"{n:100}") is not None
                 assert await ask(prompts, engine, prompt=f"{0:100}") is not None
-            assert len(prompts._known) == 3000 // 356
-            assert prompts.counts["remembered"] == 30 and prompts._known_tokens <= 3000
+            assert len(prompts) == 3000 // 356
+            assert prompts.counts["remembered"] == 30 and prompts.known_tokens <= 3000
             # one that is too large is not remembered, and leaves no trace
             assert await ask(prompts, engine, prompt="x" * 5000) is not None
-            assert prompts._known_tokens == 0 == len(prompts._known)
+            assert prompts.known_tokens == 0 == len(prompts)
             await prompts.close()
 
     asyncio.run(inside())

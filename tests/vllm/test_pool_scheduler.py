@@ -64,7 +64,7 @@ def keys_of(engine: SchedulerEngine, tokens: list[int]) -> list[FragmentKeys]:
     chain = engine.pool.track("question", tuple).chain
     chain.cover(tokens, len(tokens))
     engine.pool.finished("question")
-    return sequence_keys(engine.pool._metadata, chain, [engine.pool._ours])
+    return sequence_keys(engine.pool.metadata, chain, [engine.pool.layout])
 
 
 def ended(engine: SchedulerEngine) -> None:
@@ -244,10 +244,10 @@ def test_a_store_that_hangs_does_not_stop_the_engine(
     names = [f"r{n}" for n in range(3)]
     for number, name in enumerate(names):
         engine.add(name, prompt(number + 20, 60), output=60)
-    deadline = time.monotonic() + 20
-    while any(len(engine.out[name]) < 60 for name in names):
-        assert time.monotonic() < deadline, "the engine waits for a store that hangs"
-        engine.step()
+    engine.until(
+        lambda: all(len(engine.out[name]) == 60 for name in names),
+        else_="the engine waits for a store that hangs",
+    )
     assert engine.preempted > 0 and engine.pinned > 0
     release.set()
     engine.run()
@@ -265,8 +265,7 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     faults["get"] = lambda *_: reading.set() or (release.wait(20) and None)
     second = make(tp=2)
     second.add("b", prompt(1, 200))
-    while not reading.is_set():
-        second.step()
+    second.until(reading.is_set)
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     second.step()
     release.set()
@@ -290,7 +289,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     first.add("a", prompt(1, 200))
     first.run()
     reading, release = threading.Event(), threading.Event()
-    second = make(tp=2, blocks=40, extra={"load_seconds": 0.5})
+    second = make(tp=2, blocks=40, extra={"load_seconds": 2.0})
     faults["get"] = lambda *_: reading.set() or (release.wait(30) and None)
     told, take = [0], second.connector.get_kv_connector_stats
 
@@ -302,24 +301,18 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
 
     monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)
     second.add("b", prompt(1, 200))
-    while not reading.is_set():
-        second.step()
+    second.until(reading.is_set)
     second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
-    deadline = time.monotonic() + 10
-    while "b" in second.scheduler.requests:
-        assert time.monotonic() < deadline, "the aborted request is never over"
-        second.step()
+    second.until(
+        lambda: "b" not in second.scheduler.requests, else_="the aborted request is never over"
+    )
     assert second.pool.quarantined_blocks == second.pinned == second.in_use == told[-1] > 0
     faults.clear()
     for number in range(3):  # over all blocks that are left, again and again
         second.add(f"c{number}", prompt(30 + number, 200), output=40)
-    halfway = 60
-    while second.scheduler.has_requests():
+    for _ in range(60):
         second.step()
-        halfway -= 1
-        if halfway == 0:
-            release.set()  # the late write
-    release.set()
+    release.set()  # the late write
     second.run()
     deadline = time.monotonic() + 10
     while second.pinned:
@@ -387,7 +380,7 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
     first.add("a", prompt(1, 100))
     first.run()
     store = DirStore(str(first.open_store().path))
-    (table,) = [kind.table for kind in first.pool._ours.kinds if "state" in kind.groups]
+    (table,) = [kind.table for kind in first.pool.layout.kinds if "state" in kind.groups]
     parts = keys_of(first, prompt(1, 100))
     states = next(part.keys for part in parts if part.fragment.table == table)
     there = store.exists(states, 0)
@@ -435,9 +428,9 @@ def test_reset_before_the_start(make: Make) -> None:
     known = engine.pool
     late = PoolScheduler(known.limits, engine.open_store, pin=print, unpin=print, null_block=0)
     late.reset()
-    late.start(known._metadata, known._ours, len(engine.pool_ranks))
+    late.start(known.metadata, known.layout, len(engine.pool_ranks))
     try:
-        assert late._metadata.namespace != known._metadata.namespace
+        assert late.metadata.namespace != known.metadata.namespace
     finally:
         late.close()
 
@@ -446,8 +439,7 @@ def test_reset_while_something_runs(make: Make) -> None:
     """vLLM keeps its blocks then: neither they nor what is computed on them is saved as new."""
     engine = make()
     engine.add("runs", prompt(1, 100), output=40)
-    while not engine.out["runs"]:
-        engine.step()
+    engine.until(lambda: bool(engine.out["runs"]))
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     jobs = engine.pool.counters["save_jobs"]
     engine.run()

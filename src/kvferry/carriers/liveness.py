@@ -68,7 +68,7 @@ class PulseServer(GuestServer):
         self.soon(self._say_goodbye)
 
     async def serve(self, guest: Guest) -> None:
-        if len(self._guests) > MOST_VISITORS:
+        if len(self.guests) > MOST_VISITORS:
             return
         _keep_alive(guest.connection)
         expected = MAGIC + self.token
@@ -85,7 +85,7 @@ class PulseServer(GuestServer):
 
     def _say_goodbye(self) -> None:
         if self.stop_listening():
-            for guest, task in self._guests.items():
+            for guest, task in self.guests.items():
                 with contextlib.suppress(OSError):
                     if not guest.pending:
                         guest.connection.send(GOODBYE)

@@ -47,7 +47,7 @@ class GuestServer(ABC):
     def __init__(self, listener: socket.socket, name: str) -> None:
         listener.setblocking(False)
         self._listener = ours_alone(listener)
-        self._guests: dict[Guest, asyncio.Task[None]] = {}  # the oldest first
+        self.guests: dict[Guest, asyncio.Task[None]] = {}  # the oldest first
         self._short = False  # whether the last connection could not be accepted
         self._loop = asyncio.SelectorEventLoop()
         self._serving = self._loop.create_task(self._serve_all())
@@ -73,14 +73,14 @@ class GuestServer(ABC):
 
     def make_way(self, address: str) -> None:
         """Send a guest away if one more, from this address, would be one too many."""
-        if sum(guest.pending for guest in self._guests) >= MOST_PENDING:
-            self.send_away(self._guests)
+        if sum(guest.pending for guest in self.guests) >= MOST_PENDING:
+            self.send_away(self.guests)
 
     def send_away(self, guests: Iterable[Guest]) -> None:
         """End the oldest of these connections that is pending."""
         oldest = next((guest for guest in guests if guest.pending), None)
         if oldest is not None:
-            self._guests.pop(oldest).cancel()
+            self.guests.pop(oldest).cancel()
 
     def stop_listening(self) -> bool:
         """Accept no more connections; whether they were accepted until now."""
@@ -129,7 +129,7 @@ class GuestServer(ABC):
             connection.setblocking(False)
             guest = Guest(ours_alone(connection), str(where[0] if where else ""))
             self.make_way(guest.address)
-            task = self._guests[guest] = self._tasks.create_task(self._serve(guest))
+            task = self.guests[guest] = self._tasks.create_task(self._serve(guest))
             task.add_done_callback(partial(self._leave, guest))
             self._short = False
         except (BlockingIOError, ConnectionError):  # it broke before it was accepted
@@ -139,7 +139,7 @@ class GuestServer(ABC):
             ours = error if not isinstance(error, OSError) else None
             log.log(level, "%s pauses: %s", self._thread.name, error, exc_info=ours)
             self._short = True
-            self.send_away(self._guests)
+            self.send_away(self.guests)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(PAUSE_SECONDS, self._listen)
 
@@ -152,7 +152,7 @@ class GuestServer(ABC):
             log.exception("%s could not answer", self._thread.name)
 
     def _leave(self, guest: Guest, _: asyncio.Task[None]) -> None:
-        self._guests.pop(guest, None)
+        self.guests.pop(guest, None)
         hang_up(guest.connection)
 
 

@@ -77,11 +77,11 @@ class HttpServer(GuestServer):
         super().__init__(listener, name)
 
     def make_way(self, address: str) -> None:
-        here = [guest for guest in self._guests if guest.address == address]
+        here = [guest for guest in self.guests if guest.address == address]
         if len(here) >= MOST_PER_ADDRESS:
             self.send_away(here)
-        elif len(self._guests) >= MOST_OPEN:
-            self.send_away(self._guests)
+        elif len(self.guests) >= MOST_OPEN:
+            self.send_away(self.guests)
 
     async def serve(self, guest: Guest) -> None:
         async with asyncio.timeout(REQUEST_SECONDS):
@@ -123,8 +123,8 @@ class HttpServer(GuestServer):
         if not data:
             raise ConnectionError("the client closed before its request was complete")
         guest.received += data
-        while sum(len(one.received) for one in self._guests) > MOST_RECEIVED:
-            self.send_away(one for one in self._guests if one.received)
+        while sum(len(one.received) for one in self.guests) > MOST_RECEIVED:
+            self.send_away(one for one in self.guests if one.received)
 
 
 def read_head(head: bytes) -> HttpRequest:

@@ -107,7 +107,7 @@ class PoolScheduler:
                              that begins at a block's end, needs a block for it that no token after
                              it needs, so that it is not loaded
         """
-        self._ours, self._ranks = ours, ranks
+        self.layout, self._ranks = ours, ranks
         groups = ours.model.groups
         spans = [block_span(group, ours.shape) for group in groups]
         needs = [
@@ -124,8 +124,8 @@ class PoolScheduler:
 
     def _use(self, metadata: KeyMetadata) -> None:
         """Look up, save and load in this namespace from now on."""
-        self._metadata = metadata
-        self._tell({self._ours.id: self._ours})
+        self.metadata = metadata
+        self._tell({self.layout.id: self.layout})
         if self._client is not None:
             self._client.restart()
         else:
@@ -140,8 +140,8 @@ class PoolScheduler:
     def _make_server(self) -> LookupKeyServer:
         return LookupKeyServer(
             self._open_store,
-            self._metadata,
-            self._ours,
+            self.metadata,
+            self.layout,
             self._reader,
             self.counters,
             self.watch,
@@ -150,8 +150,8 @@ class PoolScheduler:
 
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
         """For each of these blocks, the keys of all its fragments in our layout."""
-        fragments = [f for f in self._ours.fragments if f.table == table]
-        key = partial(PoolKey, self._metadata, self._ours.id)
+        fragments = [f for f in self.layout.fragments if f.table == table]
+        key = partial(PoolKey, self.metadata, self.layout.id)
         return [[key(f, content).to_string() for f in fragments] for content in contents]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
@@ -159,7 +159,7 @@ class PoolScheduler:
         new = {name: layout.encoded for name, layout in layouts.items() if name not in self._told}
         self._told |= set(new)
         before = self._orders.scope.records if self._orders.scope is not None else {}
-        self._orders.scope = Scope(self._metadata, self._ours.id, {**before, **new})
+        self._orders.scope = Scope(self.metadata, self.layout.id, {**before, **new})
 
     def reset(self, *, keeps_blocks: bool = False) -> None:
         """Use a new namespace, because the engine's weights have changed.
@@ -175,14 +175,14 @@ class PoolScheduler:
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()
-        self._use(replace(self._metadata, epoch=self._epoch))
+        self._use(replace(self.metadata, epoch=self._epoch))
 
     @property
     def tables(self) -> int:
-        return len(self._ours.kinds)
+        return len(self.layout.kinds)
 
     def block_tokens(self, table: int) -> int:
-        return self._ours.kind(table).block_tokens
+        return self.layout.kind(table).block_tokens
 
     # Requests
 
@@ -254,7 +254,7 @@ class PoolScheduler:
             return
         if external <= 0:
             return
-        full = all(group.residency.kind == "full" for group in self._ours.model.groups)
+        full = all(group.residency.kind == "full" for group in self.layout.model.groups)
         segments = segments_to_load(spec, external, full)
         used = {name: spec.layouts[name] for name in {s.layout_id for s in segments}}
         self._tell(used)
@@ -306,13 +306,13 @@ class PoolScheduler:
     ) -> None:
         """Save what is final and was not ordered yet, as long as no more blocks are pinned."""
         final = min(tracker.final, len(tokens))
-        ahead = self._ours.ahead
+        ahead = self.layout.ahead
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
         if start == stop and not states:
             return
-        chain, kinds = tracker.chain, self._ours.kinds
+        chain, kinds = tracker.chain, self.layout.kinds
         room = max(most, self._soon()) - self._saving.blocks
         each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
         if len(self._jobs) >= MOST_JOBS or room < min(each, most):

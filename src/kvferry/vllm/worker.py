@@ -3,7 +3,8 @@
 
 A step of the engine only passes orders and results; threads do the work.
 
-`register_kv_caches` describes the cache, registers it with the carriers, and starts the threads.
+`register_kv_caches` describes the cache and registers it with the carriers; `serve` starts the
+threads.
 `start` passes a step's orders on and returns; `results` collects what ended since the last step,
 each id exactly once.
 """
@@ -31,10 +32,9 @@ from kvferry.handover.push import Pusher
 from kvferry.handover.ticket import child
 from kvferry.handover.wakeup import Wakeup, WhenReady
 from kvferry.layout.shape import Rank
-from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
-from kvferry.vllm.describe import CacheRank, describe_worker, this_place
+from kvferry.vllm.describe import CacheRank, Described, describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, HandoverOrders, HandoverReport
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.multiconnector import Siblings
@@ -75,22 +75,34 @@ class FerryWorker:
         self._ready = WhenReady(gpu=False)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        self._place = place = this_place(self._vllm.parallel_config)
-        rank = place.rank
+        place = this_place(self._vllm.parallel_config)
         described = describe_worker(
-            self._vllm, self._kv, kv_caches, rank, self.config.model_id, place.tp
+            self._vllm, self._kv, kv_caches, place.rank, self.config.model_id, place.tp
         )
-        layout, bases = described.layout, described.bases
-        memory = [
+        regions = [
             MemoryRegion(base, region.bytes)
-            for base, region in zip(bases, layout.regions, strict=True)
+            for base, region in zip(described.bases, described.layout.regions, strict=True)
         ]
-        self._sockets = Sockets(self.config.secret, self.config.admits)
         number = gpu_of(kv_caches)
-        gpu = number is not None
-        self._ready = WhenReady(gpu)
-        reached = memory_of(memory, gpu)
-        self._carriers = cache_carriers(self.config, memory, reached, number)
+        self._ready = WhenReady(gpu=number is not None)
+        memory = memory_of(regions, gpu=number is not None)
+        self.serve(place, described, memory, cache_carriers(self.config, regions, memory, number))
+        log.info(
+            "kvferry: rank %s of %s (%s), %s, carriers %s",
+            tuple(place.rank),
+            self.engine_id,
+            described.layout.shape.describe(),
+            described.summary(),
+            ", ".join(carrier.name for carrier in self._carriers),
+        )
+
+    def serve(
+        self, place: CacheRank, described: Described, memory: Memory, carriers: Sequence[Carrier]
+    ) -> None:
+        """Take part in hand-overs, with a cache that the carriers have registered."""
+        self._place, self._carriers = place, list(carriers)
+        self._sockets = Sockets(self.config.secret, self.config.admits)
+        layout, bases = described.layout, described.bases
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )
@@ -99,7 +111,7 @@ class FerryWorker:
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
-            memory=reached,
+            memory=memory,
             pusher=Pusher(engine, described.model, layout, bases, self._carriers),
             wakeup=self._wakeup,
         )
@@ -111,9 +123,9 @@ class FerryWorker:
             layout,
             bases,
             self._carriers,
-            zero=reached.zero,
+            zero=memory.zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
-            checked=reached if self.config.checksums else None,
+            checked=memory if self.config.checksums else None,
             mode=self.config.mode,
             wakeup=self._wakeup,
             replica=place.replica,
@@ -126,24 +138,12 @@ class FerryWorker:
             address,
             self._incarnation,
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
-            offered(reached),
+            offered(memory),
         )
-        self.introduce(engine, info)
-        log.info(
-            "kvferry: rank %s of %s (%s), %s, carriers %s",
-            tuple(rank),
-            self.engine_id,
-            layout.shape.describe(),
-            described.summary(),
-            ", ".join(carrier.name for carrier in self._carriers),
-        )
-
-    def introduce(self, engine: EngineInfo, rank: RankInfo) -> None:
-        """Have the scheduler told what this worker is, and what stands beside it."""
         beside = self._siblings or Siblings()
-        self._handshake = FerryHandshake(
+        self._handshake = FerryHandshake(  # for the scheduler: this worker, and what is beside it
             msgspec.msgpack.encode(engine),
-            msgspec.msgpack.encode(rank),
+            msgspec.msgpack.encode(info),
             flat=beside.flat,
             second=bool(beside.ahead),
         )

@@ -116,6 +116,11 @@ class TcpCarrier(GrantingCarrier):
         """Requests that the server has served and refused, by kind."""
         return self._server.counters
 
+    @property
+    def serving(self) -> int:
+        """Connections that others have to this carrier's memory."""
+        return self._server.serving
+
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         table = RegionTable.of([*self._regions, *regions])
         if len(table) > MAX_REGIONS:

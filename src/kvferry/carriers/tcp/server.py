@@ -93,6 +93,11 @@ class TcpServer:
         self.memory: Memory = HostMemory([])
         self.counters: Counter[str] = Counter()
 
+    @property
+    def serving(self) -> int:
+        """Connections that have authenticated."""
+        return len(self._serving)
+
     def listen(self, listener: socket.socket) -> None:
         self._listener = ours_alone(listener)
         thread = threading.Thread(

@@ -276,6 +276,11 @@ class CacheIndex:
         """Blocks of all engines; one that two engines hold counts twice."""
         return self._size
 
+    @property
+    def distinct(self) -> int:
+        """Blocks that some engine holds; one that two engines hold counts once."""
+        return len(self._where)
+
     # Lookups
 
     def holdings(self, chain: PromptChain) -> list[Holding]:

@@ -101,8 +101,12 @@ class PromptChains:
         self._by_model = by_model
         self._engines: OrderedDict[str, _Engine] = OrderedDict()
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
-        self._known_tokens = 0
+        self.known_tokens = 0
         self._asking: dict[bytes, asyncio.Task[PromptChain | None]] = {}
+
+    def __len__(self) -> int:
+        """Prompts that are remembered."""
+        return len(self._known)
 
     async def chain(
         self, engine: str, path: str, body: bytes, headers: Headers
@@ -193,10 +197,10 @@ class PromptChains:
 
     def _remember(self, key: bytes, chain: PromptChain) -> None:
         self._known[key] = chain
-        self._known_tokens += chain.tokens + _CHAIN_TOKENS
-        while self._known_tokens > self._most_tokens:
+        self.known_tokens += chain.tokens + _CHAIN_TOKENS
+        while self.known_tokens > self._most_tokens:
             _, oldest = self._known.popitem(last=False)
-            self._known_tokens -= oldest.tokens + _CHAIN_TOKENS
+            self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
     async def _namespace(
         self, engine: _Engine, asked: _Asked, headers: Headers

@@ -70,6 +70,14 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._idle_count = 0
         self._all: set[_Connection] = set()
 
+    @property
+    def open_count(self) -> int:
+        return len(self._all)
+
+    @property
+    def idle_count(self) -> int:
+        return self._idle_count
+
     async def ask(
         self,
         origin: EngineOrigin,
