@@ -23,7 +23,7 @@ _ADDRESSES = 8  # that the crowd connects from; each has 28,000 ports
 # A connection that is idle: the socket's transport, uvicorn's connection and h11's parser.
 _MOST_BYTES_EACH = 40 << 10
 # A slow client: the pieces of its stream that wait in the router, on both sides.
-_MOST_BYTES_SLOW = 1 << 20
+_MOST_BYTES_SLOW = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)

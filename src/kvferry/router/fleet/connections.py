@@ -37,6 +37,8 @@ from kvferry.router.api import Headers
 
 _MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
+# Read at a time. asyncio reads 256 KiB, and several such pieces would wait for every slow client.
+_READ_BYTES = 32 << 10
 _SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
@@ -185,6 +187,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
+            transport.max_size = _READ_BYTES
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
