@@ -49,6 +49,11 @@ class CostLine:
         self._beside: dict[float, Fit] = {}  # of `fit_beside`, by the slope; the last few
         self._new = 0  # observations since the last fit
 
+    @property
+    def latest(self) -> float:
+        """When the last observation was made."""
+        return self._seen[-1][2] if self._seen else -math.inf
+
     def add(self, size: float, seconds: float, now: float) -> None:
         """Impossible observations are left out, whatever a clock or a rank said."""
         if not (0 < size < math.inf and 0 < seconds < math.inf):

@@ -4,6 +4,7 @@ CPU build starts, and MLA with a module for multi-token prediction, which needs 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,9 @@ TINY: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
     ),
 }
+
+
+if (
+    __name__ == "__main__"
+):  # a model to try engines with: python tests/support/tiny_models.py FOLDER
+    print(make_model(Path(sys.argv[1])))

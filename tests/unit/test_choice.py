@@ -353,8 +353,8 @@ def test_the_sentence_says_what_and_why():
     fleet = [engine("p", PREFILL), engine("d")]
     why = placed(prompt, *fleet).why
     assert why == (
-        "computed where it is decoded, on d, because 3000 tokens are cached there; "
-        "first token expected after 115 ms, a hand-over would take 431 ms"
+        "first token in 115 ms if d computes it, in 431 ms with a hand-over; "
+        "3000 tokens are cached there"
     )
     why = placed(PromptView(100_000), *fleet, weights=replace(SELFISH, stream=1.0)).why
     assert "nothing of it is cached" in why

@@ -189,6 +189,27 @@ def test_hand_overs_are_learned_while_an_engine_has_no_prompts(fleet: FleetMeter
     assert fleet.view("d", ROLES).receive == rate
 
 
+def test_a_slow_hand_over_is_doubted_after_a_while(fleet: FleetMeter, clock: Clock):
+    """It is not chosen, so nothing new is seen of it: it must be tried again one day."""
+    meter = fleet["d"]
+    for tokens in (100, 1000, 3000, 6000, 9000, 12_000):
+        meter.received(tokens, 0.7 + 1e-4 * tokens)
+    slow = fleet.view("d", ROLES).receive
+    assert slow.seconds(1000) > 0.5
+    clock.now += 60
+    later = fleet.view("d", ROLES).receive
+    assert later.seconds(1000) == pytest.approx(
+        (slow.seconds(1000) + TRANSFER.seconds(1000)) / 2, rel=0.01
+    )
+    clock.now += 600
+    assert fleet.view("d", ROLES).receive.seconds(1000) < 1.05 * TRANSFER.seconds(1000)
+    for tokens in (100, 1000, 3000, 6000, 9000, 12_000):  # what is fast stays known
+        meter.received(tokens, 0.005 + 1e-6 * tokens)
+    fast = fleet.view("d", ROLES).receive.seconds(9000)
+    clock.now += 600
+    assert fleet.view("d", ROLES).receive.seconds(9000) == fast
+
+
 def test_metrics_tell_of_requests_of_others(fleet: FleetMeter, clock: Clock):
     compute(fleet, clock, "d", 2000)
     streams = [fleet["d"].stream() for _ in range(3)]

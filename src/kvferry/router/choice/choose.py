@@ -265,17 +265,17 @@ def _why(chosen: Option, options: Sequence[Option]) -> str:
         held = "no engine that is free enough holds a part of it"
         if all(option.cached_tokens == 0 for option in options):
             held = "nothing of it is cached"
+    soon = f"first token in {chosen.seconds * 1000:.0f} ms"
     if chosen.prefill is None:
-        text = f"computed where it is decoded, on {chosen.decode}, because {held}"
+        text = f"{soon} if {chosen.decode} computes it"
         other = next((o for o in options if o.prefill is not None), None)
-        kind = "a hand-over"
+        instead = "with a hand-over"
     else:
-        text = f"prefill on {chosen.prefill}, decode on {chosen.decode}, because {held}"
+        text = f"{soon} if {chosen.prefill} hands it over to {chosen.decode}"
         other = next((o for o in options if o.prefill is None), None)
-        kind = "computing it where it is decoded"
-    text += f"; first token expected after {chosen.seconds * 1000:.0f} ms"
+        instead = "if it is computed where it is decoded"
     if other is not None:
-        text += f", {kind} would take {other.seconds * 1000:.0f} ms"
+        text += f", in {other.seconds * 1000:.0f} ms {instead}"
         if other.seconds < chosen.seconds:
-            text += " and cost other requests more"
-    return text
+            text += ", at the cost of other requests"
+    return f"{text}; {held}"

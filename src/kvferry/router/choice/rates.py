@@ -49,6 +49,9 @@ WINDOW_SECONDS = 2.0
 MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
 REFIT_SECONDS = 0.5  # a fit takes 0.1 ms, which not every request should pay for every engine
+# A hand-over that seems slow is not chosen, and so not seen again. What is known of it counts half
+# after this time without one, so that it is tried now and then.
+DOUBT_SECONDS = 60.0
 MEAN_OF = 32  # prompts, for the work of requests that are not this router's
 STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
 OUTPUT_TOKENS = 256  # of an answer, until some were seen
@@ -62,6 +65,11 @@ class EngineMetrics:
     waiting: int
     used_blocks: float  # share, 0 to 1
     cache_tokens: int = 0  # 0: it does not say
+
+
+def _doubted(learned: float, usual: float, trust: float) -> float:
+    """What is slower than usual, less so where it was long ago."""
+    return usual + (learned - usual) * trust if learned > usual else learned
 
 
 @dataclass(slots=True, eq=False)
@@ -188,8 +196,14 @@ class EngineMeter:
         return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
 
     def receive_rate(self, otherwise: Fit) -> Rate:
-        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return Rate(fit.fixed, fit.slope)
+        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS)
+        if fit is None:
+            return Rate(otherwise.fixed, otherwise.slope)
+        trust = 0.5 ** ((self._clock() - self._receive.latest) / DOUBT_SECONDS)
+        return Rate(
+            _doubted(fit.fixed, TRANSFER.fixed_seconds, trust),
+            _doubted(fit.slope, TRANSFER.token_seconds, trust),
+        )
 
     def step_seconds(self, otherwise: Fit, more: int = 0) -> float:
         """Of a step with `more` requests than now."""
