@@ -107,7 +107,7 @@ def test_the_figures_of_the_decision(collector: Collector) -> None:
         spent = {part: told.get(f"kvferry.expected.{part}_seconds", 0.0) for part in PARTS}
         assert sum(spent.values()) == pytest.approx(told["kvferry.expected_seconds"])
         assert spent["prefill"] > 0 and told["kvferry.actual_seconds"] > 0
-        assert "kvferry.prefill" not in told and "computed" in told["kvferry.why"]
+        assert "kvferry.prefill" not in told and "computes it" in told["kvferry.why"]
 
 
 def test_a_request_that_waits_for_its_turn(collector: Collector) -> None:
