@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,16 @@ async def start():
 asyncio.run(start())
 sys.exit(any(name.startswith("opentelemetry") for name in sys.modules))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """OpenTelemetry's threads draw from `random`, which Hypothesis does not allow in other tests of
+    this process."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")  # seconds, of an export that gets nowhere
+    before = set(threading.enumerate())
+    yield
+    wait_until(lambda: not set(threading.enumerate()) - before, 60, "a thread is left")
 
 
 @pytest.fixture
