@@ -4,17 +4,20 @@ and in parts."""
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion
+from kvferry.carriers.base import Ready, RegionTable
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, device
@@ -35,6 +38,13 @@ OBJECTS = 30
 
 
 @pytest.fixture
+def shared_path() -> Iterator[Path]:
+    """A folder in memory: the driver does not register files of every file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.fixture
 def cache() -> Iterator[DeviceBytes]:
     on = device(0)
     with on.current():
@@ -46,16 +56,19 @@ def cache() -> Iterator[DeviceBytes]:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_objects_and_parts_of_them(
-    cache: DeviceBytes, tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+    cache: DeviceBytes, shared_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buses, "PIN_BYTES", 1 << 20)  # objects cross the borders of registrations
     data = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     cache[:] = data
     region = MemoryRegion(cache.address, SIZE)
-    inner = EmbeddedStore(tmp_path / "store", 256 << 20, slots=1 << 12)
+    inner = EmbeddedStore(shared_path / "store", 256 << 20, slots=1 << 12)
+    monkeypatch.setattr(devices, "PIN_AFTER_SECONDS", 0.0)
     store: StagedStore
     if direct:
-        store = DeviceStore(inner, DeviceMemory([region]), Bus([region], piece_bytes=5 << 20))
+        bus = Bus([region], piece_bytes=5 << 20)
+        store = DeviceStore(inner, DeviceMemory([region]), bus)
+        wait_until(lambda: bus.pinned_bytes == 256 << 20, 60)
         monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
         monkeypatch.setattr(StagedStore, "get", None)
     else:
@@ -92,11 +105,11 @@ def test_objects_and_parts_of_them(
     store.close()
 
 
-def test_a_damaged_object_is_found(cache: DeviceBytes, tmp_path: Path) -> None:
+def test_a_damaged_object_is_found(cache: DeviceBytes, shared_path: Path) -> None:
     """One byte of the arena changes: the device's hash differs, and the object is removed."""
     region = MemoryRegion(cache.address, SIZE)
     cache[:] = np.random.default_rng(2).integers(0, 256, SIZE, dtype=np.uint8)
-    inner = EmbeddedStore(tmp_path / "store", 64 << 20, slots=1 << 12)
+    inner = EmbeddedStore(shared_path / "store", 64 << 20, slots=1 << 12)
     store = DeviceStore(inner, DeviceMemory([region]), Bus([region]))
     store.register([region])
     deadline = time.monotonic() + 60
@@ -113,6 +126,10 @@ def test_a_damaged_object_is_found(cache: DeviceBytes, tmp_path: Path) -> None:
     store.close()
 
 
+def _handle(event: CudaEvent) -> int:
+    return int(event.handle.value or 0)
+
+
 STEP_ROUNDS = 300  # of a gigabyte that is set to zero: some 70 ms, in which a save is queued
 
 
@@ -123,14 +140,82 @@ class StepEnd:
     end: CudaEvent
 
     @property
-    def event(self) -> int:
-        return int(self.end.handle.value or 0)
+    def ready(self) -> Ready:
+        return Ready(_handle(self.end))
 
     def wait(self) -> None:
         self.end.wait()
 
 
-def test_tokens_pass_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_final_early_are_copied_early(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fills seven of eight parts of a cache, computes on, and fills the last part. Its save
+    has the right bytes, and ends in less than half the time after the step."""
+    on, part, layers = device(0), 64 << 20, 8
+    size, pages = part * layers, part >> 16
+    with on.current():
+        cache, scratch = on.allocate(size), on.allocate(1 << 30)
+        step, early, last = CudaStream(), CudaEvent(), CudaEvent()
+    region = MemoryRegion(cache, size)
+    bus = Bus([region])
+    monkeypatch.setattr(devices, "PIN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
+    inner = EmbeddedStore(shared_path / "store", 4 << 30, slots=1 << 14)
+    store = DeviceStore(inner, DeviceMemory([region]), bus)
+    store.register([region])
+    wait_until(lambda: bus.pinned_bytes == 4 << 30, 60)
+    length = np.full(layers, 1 << 16, dtype=np.int64)
+    order = np.random.default_rng(3).permutation(pages)
+    objects = [Ranges(cache + np.arange(layers) * part + (n << 16), length) for n in order]
+    data = np.random.default_rng(4).integers(0, 256, size, dtype=np.uint8)
+    seen = DeviceBytes(on, cache, size)
+    new = on.allocate(size)
+    DeviceBytes(on, new, size)[:] = data
+    first = RegionTable.of([MemoryRegion(cache, part * (layers - 1))])
+
+    def save(name: str, ready: Ready) -> float:
+        """Seconds from the step's end until all is saved."""
+        seen[:] = 0
+        ended: list[float] = []
+        with on.current():
+            step.copy(cache, new, part * (layers - 1))
+            early.record(step)
+            for _ in range(STEP_ROUNDS):
+                step.zero(scratch, 1 << 30)
+            step.copy(cache + size - part, new + size - part, part)
+            last.record(step)
+
+        def wait() -> None:
+            last.wait()
+            ended.append(time.monotonic())
+
+        fence = SimpleNamespace(ready=ready, wait=wait)
+        keys = [f"{name}/{n}" for n in range(pages)]
+        deadline = time.monotonic() + 60
+        assert store.put_after(keys, objects, deadline, fence) == [Outcome.DONE] * pages
+        took = time.monotonic() - ended[0]
+        seen[:] = 0
+        offset = np.arange(layers, dtype=np.int64) << 16
+        wanted = [Slices(offset, one.address, length) for one in objects]
+        assert store.get(keys, wanted, deadline) == [Outcome.DONE] * pages
+        assert np.array_equal(seen[:], data)
+        return took
+
+    at_once = Ready(_handle(last), _handle(early), first)
+    after = Ready(_handle(last))
+    save("kernels may be compiled", after)
+    took = [(save(f"early/{n}", at_once), save(f"late/{n}", after)) for n in range(5)]
+    early_seconds, late_seconds = (sorted(some)[2] for some in zip(*took, strict=True))
+    assert early_seconds < late_seconds / 2, took
+    store.close()
+    with on.current():
+        for address in (cache, scratch, new):
+            on.free(address)
+        step.destroy()
+
+
+def test_tokens_pass_a_save(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step reach the host while its blocks are saved, though the copy engine had
     the blocks first."""
     on, size, pages = device(0), 1 << 30, 512
@@ -143,7 +228,7 @@ def test_tokens_pass_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     bus = Bus([region])
     arena = 3 << 30
     monkeypatch.setattr(devices, "PIN_AFTER_SECONDS", 0.0)
-    inner = EmbeddedStore(tmp_path / "store", arena, slots=1 << 12)
+    inner = EmbeddedStore(shared_path / "store", arena, slots=1 << 12)
     store = DeviceStore(inner, DeviceMemory([region]), bus)
     store.register([region])
     wait_until(lambda: bus.pinned_bytes == arena, 60)

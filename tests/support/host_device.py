@@ -54,8 +54,9 @@ class Stream(Handle):
         self.waited: set[int] = set()
 
     def begin(self) -> None:
-        """Before what reads or writes objects: others' work that lies ahead was waited for."""
-        assert set(ahead) <= self.waited, "a stream does not wait for a step"
+        """Before what reads or writes objects: others' work that lies ahead was waited for, all of
+        it or its beginning; bytes tell which was necessary."""
+        assert not ahead or self.waited & set(ahead), "a stream does not wait for a step"
 
     def copy(self, dst: int, src: int, size: int) -> None:
         ctypes.memmove(dst, src, size)

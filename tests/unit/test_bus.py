@@ -17,7 +17,7 @@ import xxhash
 
 import host_device
 from host_device import HostDevice
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion, Ready, RegionTable
 from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda.bus import Bus, BusObjects, Crossing
 from kvferry.carriers.cuda.driver import Rows
@@ -391,7 +391,7 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     host_device.ahead[77] = computed
     if broken:
         monkeypatch.setattr(Bus, "out", lambda *_: (_ for _ in ()).throw(TransferError("lost")))
-    fence = SimpleNamespace(event=77, wait=wait)
+    fence = SimpleNamespace(ready=Ready(77), wait=wait)
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert waited[0] == ("here" if broken else "device")
@@ -401,6 +401,72 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     shape = (LAYERS, OBJECTS, PAGE)
     assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
     store.close()
+
+
+def test_layers_that_are_final_early_are_copied_early(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three layers cross while the step computes the others, which cross after it."""
+    monkeypatch.setattr(buses, "DIRECT_BYTES", 1024)
+    monkeypatch.setattr(buses, "EARLY_BYTES", 0)
+    monkeypatch.setattr(StagedStore, "put", None)
+    monkeypatch.setattr(buses._Lane, "queue_staged", None)
+    cache, _, store = cache_and_store(tmp_path)
+    final, some, copied = cache.copy(), range(6), [0]
+    layers, expected = cache.reshape(LAYERS, -1), final.reshape(LAYERS, -1)
+    cache[:] = 0
+    copy_rows = buses.CudaStream.copy_rows
+
+    def counted(*args: Any, **named: Any) -> None:
+        copied[0] += 1
+        copy_rows(*args, **named)
+
+    def first_layers() -> None:
+        layers[:3] = expected[:3]
+
+    def last_layers() -> None:
+        assert copied[0] >= 1
+        layers[3:] = expected[3:]
+
+    monkeypatch.setattr(buses.CudaStream, "copy_rows", counted)
+    host_device.ahead.update({76: first_layers, 77: last_layers})
+    early = RegionTable.of([MemoryRegion(cache.ctypes.data, 3 * layers.shape[1])])
+    fence = SimpleNamespace(ready=Ready(77, 76, early), wait=lambda: None)
+    objects = blocks(cache, some)
+    assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
+    assert copied == [2]
+    host_device.ahead.clear()
+    cache[:] = 0
+    assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
+    shape = (LAYERS, OBJECTS, PAGE)
+    assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
+    store.close()
+
+
+@pytest.mark.parametrize("early", ["none", "others", "last runs", "of some objects", "few bytes"])
+def test_what_is_not_the_same_for_all_objects_waits_for_the_end(
+    early: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buses, "EARLY_BYTES", 1 << 20 if early == "few bytes" else 0)
+    memory = {
+        "none": [],
+        "others": [MemoryRegion(1 << 30, 1 << 20)],
+        "last runs": [MemoryRegion(3 << 20, 2 << 20)],
+        "of some objects": [MemoryRegion(1 << 20, 2048)],
+        "few bytes": [MemoryRegion(1 << 20, 1 << 20)],
+    }[early]
+    count, runs, size = 3, 4, 1024
+    address = (np.arange(1, runs + 1) << 20) + np.arange(count)[:, None] * size
+    objects = BusObjects(
+        np.arange(count) * runs * size,
+        np.full(count, runs * size),
+        np.full(count, runs),
+        np.tile(np.arange(runs) * size, count),
+        address.reshape(-1),
+        np.full(count * runs, size),
+    )
+    ready = Ready(2, 1, RegionTable.of(memory))
+    assert buses.by_readiness(objects, ready) == [(2, objects)]
 
 
 def test_copies_are_the_runs_whatever_their_distances() -> None:

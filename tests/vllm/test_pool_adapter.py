@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 # imported like this, warnings of libraries are not errors
 pytest.importorskip(
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 import kvferry.vllm
+from kvferry.carriers.base import MemoryRegion, Ready
 from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
@@ -36,6 +39,7 @@ from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
+from kvferry.vllm.pool import worker as pool_worker
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler, _draft_ahead
 from kvferry.vllm.pool.worker import PoolWorker
@@ -377,3 +381,46 @@ def test_how_far_drafts_read_ahead() -> None:
         assert ahead(method) == 1, method
     assert ahead("mtp", modules=3) == 3
     assert [ahead(method) for method in (None, "draft_model", "extract_hidden_states")] == [0, 0, 0]
+
+
+class Recorded:
+    """Stands in for torch's event, which needs a GPU."""
+
+    def record(self) -> None:
+        recorded.append(self)
+
+
+recorded: list[Recorded] = []
+
+
+def test_most_layers_of_a_step_are_final_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of which a step does not tell, nor memory that such a layer has too, nor what is
+    computed twice."""
+    monkeypatch.setattr(torch, "Event", Recorded)
+    memory = torch.zeros(10, 4096, dtype=torch.uint8)
+    caches = {f"layer {n}": memory[n] for n in range(8)}
+    caches["half"] = memory[8][:2048]
+    caches["state"] = [memory[9], memory[0][:16]]  # shares the first layer's memory
+    regions = [MemoryRegion(row.data_ptr(), row.nbytes) for row in memory]
+    layers = pool_worker._Layers(caches, regions)
+    names = [f"layer {n}" for n in range(8)]
+
+    def early(told: list[str]) -> list[int] | None:
+        for name in told:
+            layers.computed(name)
+        found = layers.take_early()
+        if found is None:
+            return None
+        addresses = np.array([region.address for region in regions])
+        ready = Ready(2, 1, found.memory)
+        return np.flatnonzero(ready.is_early(addresses)).tolist()
+
+    assert early(names) is None  # ten were expected, so no event was recorded in time
+    for _ in range(2):
+        assert early(names) == [1, 2, 3, 4, 5, 6]
+    assert early([]) is None  # a graph of the whole step
+    assert early(names) == [1, 2, 3, 4, 5, 6]
+    assert early(names + names) is None
+    assert early([*names, "state", "half"]) is None  # of sixteen
+    assert early([*names, "state", "half"]) == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    assert len(recorded) == 5

@@ -302,3 +302,20 @@ def _pieces(part: Copies, at: int, max_bytes: int) -> Iterator[Copies]:
             part.dst[at : at + 1] + offset,
             np.array([min(max_bytes, total - offset)], dtype=np.int64),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From when on a device's memory is final: handles of its driver's events, which lie ahead."""
+
+    last: int  # after it, all memory is
+    early: int = 0  # after this one, some memory is
+    early_memory: RegionTable | None = None
+
+    def is_early(self, address: Ints) -> NDArray[np.bool_]:
+        """Which of these addresses lie in memory that is final early."""
+        if self.early_memory is None or not len(self.early_memory.starts):
+            return np.zeros(address.shape, dtype=bool)
+        at = np.searchsorted(self.early_memory.starts, address, side="right") - 1
+        found: NDArray[np.bool_] = (at >= 0) & (address < self.early_memory.ends[at])
+        return found

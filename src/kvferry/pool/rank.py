@@ -40,7 +40,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion, Ready
 from kvferry.errors import DescriptionError, KvferryError, text_of
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
@@ -405,8 +405,8 @@ class _TimedFence:
         self.waited = 0.0  # since it was made, until the step was over
 
     @property
-    def event(self) -> int:
-        return self._fence.event
+    def ready(self) -> Ready:
+        return self._fence.ready
 
     def wait(self) -> None:
         before = time.monotonic()

@@ -335,8 +335,7 @@ class PoolScheduler:
         oldest = next(iter(self._jobs.values()), None)
         if oldest is not None and time.monotonic() > oldest.at + HEALTHY_SECONDS:
             return 0
-        soon = self._save_rate.blocks_in(SOON_SECONDS)
-        return min(soon, self.limits.most_pinned_soon)
+        return self._save_rate.blocks_in(SOON_SECONDS)
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self.align_tokens * self.align_tokens
@@ -452,7 +451,6 @@ class PoolLimits:
     save_seconds: float = 60.0
     most_pinned_blocks: int = 1 << 30
     most_pinned_at_end: int = 1 << 30  # when a request is over
-    most_pinned_soon: int = 1 << 30  # if the store saves them in a moment
     min_load_tokens: int | Literal["auto"] = "auto"
     lookup: bool = True
     lookup_at_once: bool = False  # the store's index is this host's memory

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.base import MemoryRegion, Ready, RegionTable
 from kvferry.errors import StoreError
 
 _log = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class Fence(Protocol):
     """A point of a device's work that lies ahead, from which on memory may be read or written."""
 
     @property
-    def event(self) -> int:
-        """The driver's handle, for work on the same device that has to wait for it."""
+    def ready(self) -> Ready:
+        """For work on the same device that has to wait for it."""
 
     def wait(self) -> None:
         """Until the device has come to it. Any thread, any number of times."""

@@ -328,7 +328,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved layer by layer."""
+        """Saves begin after the step, but may copy this layer before its end."""
+        if self.pool_worker is not None:
+            self.pool_worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Saves begin; no step waits for them."""

@@ -12,8 +12,9 @@ The processor touches no byte. There are two ways:
              the other. Objects that lie at equal distances on the host are one copy
 
 The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end.
-The staged way has three for each piece. All go before the engine's own kernels: they are short, and
-the blocks of a save stay pinned until its last one.
+It copies most layers while the step computes the last ones (`Ready`), so that a save ends soon
+after its step. The staged way has three for each piece. All go before the engine's own kernels:
+they are short, and the blocks of a save stay pinned until its last one.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
 thread does it, step by step, from the beginning on; it may begin later, so that an engine starts
@@ -48,7 +49,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion, Ready
 from kvferry.carriers.cuda import kernels, xxh3
 from kvferry.carriers.cuda.driver import (
     MOST_PITCH,
@@ -70,6 +71,7 @@ PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for e
 DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
 GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
+EARLY_BYTES = 32 << 20  # what is final early is copied early if objects have so many
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
 # A save uses two at a time, and so does each of two loads: while the objects of one part cross, the
 # next are queued. A save keeps its lanes while a step computes, so loads have others, with other
@@ -204,11 +206,11 @@ class Bus:
         return self._pins.bytes if self._pins is not None else 0
 
     def out(
-        self, objects: BusObjects, chunk_bytes: int, deadline: float, after: int = 0
+        self, objects: BusObjects, chunk_bytes: int, deadline: float, after: Ready | None = None
     ) -> Crossing:
         """Bring objects to the host.
 
-        after  a handle of the driver's event: the device begins when that has happened. 0: at once
+        after  the device begins with each run when that is final. None: at once
         """
         return self._move(objects, chunk_bytes, deadline, outward=True, after=after)
 
@@ -236,7 +238,7 @@ class Bus:
         deadline: float,
         *,
         outward: bool,
-        after: int = 0,
+        after: Ready | None = None,
     ) -> Crossing:
         self._memory.table.require("this process", objects.address, objects.size)
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -248,16 +250,18 @@ class Bus:
             self._pins.begin.set()
         starts = self._pins.starts if self._pins is not None else []
         pinned = self._is_pinned(objects)
-        rows = self._direct_rows(objects, starts) if pinned else None
+        rows = self._direct_rows(objects, starts, after) if pinned else None
         lane = self._take(deadline, outward)
         try:
             with self.device.current():
-                if after:
-                    lane.wait_for(after)
                 if rows is not None:
-                    many = len(rows) > (MOST_AHEAD if after else MOST_AT_ONCE)
+                    many = sum(len(some) for _, some in rows) > (
+                        MOST_AHEAD if after is not None else MOST_AT_ONCE
+                    )
                     lane.queue_direct(objects, chunk_bytes, rows, outward=outward, waits=many)
                 else:
+                    if after is not None:
+                        lane.wait_for(after.last)
                     lane.queue_staged(
                         objects,
                         chunk_bytes,
@@ -278,12 +282,17 @@ class Bus:
         low, high = int(objects.place.min()), int((objects.place + objects.length).max())
         return self._pins.holds(low, high)
 
-    def _direct_rows(self, objects: BusObjects, starts: Sequence[int]) -> Rows | None:
-        """Copies between the runs' places; None: these objects must be staged."""
+    def _direct_rows(
+        self, objects: BusObjects, starts: Sequence[int], after: Ready | None
+    ) -> list[tuple[int, Rows]] | None:
+        """Copies between the runs' places, with the events after which they may begin, 0 for none;
+        None: these objects must be staged."""
         if len(objects.size) > MOST_RUNS or not objects.are_even(DIRECT_BYTES):
             return None
-        rows = run_rows(objects, starts)
-        return rows if len(rows) <= max(FEW_COPIES, COPIES_AN_OBJECT * len(objects)) else None
+        parts = [(0, objects)] if after is None else by_readiness(objects, after)
+        rows = [(event, run_rows(part, starts)) for event, part in parts]
+        most = max(FEW_COPIES, COPIES_AN_OBJECT * len(objects))
+        return rows if all(len(some) <= most for _, some in rows) else None
 
     def _take(self, deadline: float, outward: bool) -> _Lane:
         idle = self._idle[outward]
@@ -391,12 +400,15 @@ class _Lane:
         self,
         objects: BusObjects,
         chunk_bytes: int,
-        rows: Rows,
+        rows: Sequence[tuple[int, Rows]],
         *,
         outward: bool,
         waits: bool,
     ) -> None:
-        """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs."""
+        """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
+
+        rows  with the events after which they may be copied, in the order of these; 0: none
+        """
         self._buffers.begin()
         chunks = hashes_of(objects.length, chunk_bytes)
         self._host[self._runs_at : self._runs_at + len(objects.size)] = objects.address
@@ -406,7 +418,12 @@ class _Lane:
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
             self._upload(total)  # before the copies: behind them, it would wait for the next part's
-            self._copy(rows, outward=outward, waits=waits)
+            for event, some in rows:
+                if event:
+                    bus.wait_for(event)
+                self._copy(some, outward=outward, waits=waits)
+            if last := rows[-1][0]:
+                stream.wait_for(last)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
@@ -696,6 +713,33 @@ def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> R
             at = int(place[first]), int(step[first]), int(slot[first]), int(slot_step[first])
             copies.append((*at, width, last - first))
     return Rows.of(copies)
+
+
+def by_readiness(objects: BusObjects, ready: Ready) -> list[tuple[int, BusObjects]]:
+    """Even objects, or first those of their runs that are final early and then the others, where
+    that saves time; each with its event."""
+    runs, size, count = int(objects.runs[0]), int(objects.size[0]), len(objects)
+    if runs * size * count < EARLY_BYTES:
+        return [(ready.last, objects)]
+    early = ready.is_early(objects.address).reshape(count, runs)
+    first = int(early[0].sum())
+    alike = (early == (np.arange(runs) < first)).all()
+    if not first or not alike:  # they are not the first runs of all objects
+        return [(ready.last, objects)]
+    address = objects.address.reshape(count, runs)
+    found = []
+    for event, low, high in ((ready.early, 0, first), (ready.last, first, runs)):
+        if low < high:
+            some = BusObjects(
+                objects.place + low * size,
+                np.full(count, (high - low) * size),
+                np.full(count, high - low),
+                np.tile(np.arange(high - low) * size, count),
+                address[:, low:high].reshape(-1),
+                np.full(count * (high - low), size),
+            )
+            found.append((event, some))
+    return found
 
 
 def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvferry.carriers.base import Memory
+from kvferry.carriers.base import Memory, Ready
 from kvferry.carriers.cuda.bus import (
     MOST_HASHES,
     MOST_RUNS,
@@ -108,7 +108,7 @@ class DeviceStore(StagedStore):
                     self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
                 )
                 under_way.callback(put.close)
-                put.begin(self._bus, deadline, fence.event if fence is not None else 0)
+                put.begin(self._bus, deadline, fence.ready if fence is not None else None)
                 if before is not None:
                     outcomes += self._ended(before, deadline, fence)
                 before = put
@@ -199,8 +199,8 @@ class _Put:
         self._crossing: Crossing | None = None
         self._error: TransferError | None = None
 
-    def begin(self, bus: Bus, deadline: float, after: int) -> None:
-        """after  the driver's event from which on the bytes are final; 0: they are"""
+    def begin(self, bus: Bus, deadline: float, after: Ready | None) -> None:
+        """after  from when on the bytes are final; None: they are"""
         if not len(self._which):
             return
         places = self._granted.places(self._sizes)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.base import MemoryRegion, Ready, RegionTable
 from kvferry.carriers.cuda.bus import Bus
 from kvferry.errors import DescriptionError, TransferError
 from kvferry.handover.describe import engine_info, rank_info
@@ -24,7 +24,7 @@ from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
 from kvferry.pool.rank import DEVICE_PACE, PoolRank
 from kvferry.pool.scheduler import PoolOrders
-from kvferry.pool.store import Fence, Store
+from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
 from kvferry.vllm.describe import describe_worker, this_place
 from kvferry.vllm.metadata import FerryHandshake, PoolReport
@@ -37,6 +37,7 @@ log = logging.getLogger("kvferry")
 # Of a step that computes nothing while the store works: new requests wait so long at most, and the
 # store's threads have the interpreter to themselves.
 STEP_SECONDS = 0.002
+LATE_SHARE = 8  # of a step's layers: the last eighth is copied after it, the others meanwhile
 
 
 class PoolWorker:
@@ -54,6 +55,7 @@ class PoolWorker:
         self._invalid: set[int] = set()
         self._prefix_tokens = 0  # in a block, where a failed load's valid prefix can be told
         self._on_device = False
+        self._layers: _Layers | None = None  # on a device that waits by itself
         self._idle = self._was_idle = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -78,10 +80,12 @@ class PoolWorker:
         ):
             self._prefix_tokens = block_span(groups[0], layout.shape)
         store = self.config.opener()()
+        pairs = zip(bases, layout.regions, strict=True)
+        regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
         if staged or self.config.checked:
-            pairs = zip(bases, layout.regions, strict=True)
-            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
             store = _staged(store, regions, self.config.checked, self._on_device)
+        if isinstance(store, DeviceStore):
+            self._layers = _Layers(kv_caches, regions)
         self._rank = PoolRank(
             store,
             described.model,
@@ -125,16 +129,23 @@ class PoolWorker:
             self._rank.load(order, fence)
         self._saves = orders.saves
 
+    def layer_computed(self, name: str) -> None:
+        """The step computes this layer of its blocks, or has been told to."""
+        if self._saves and self._layers is not None:
+            self._layers.computed(name)
+
     def save(self) -> None:
         """The step has computed its blocks, or has been told to."""
         if self._rank is None or not self._saves:
             return
         fence = self._fence(blocking=True)
+        if fence is not None and self._layers is not None:
+            fence.early = self._layers.take_early()
         for order in self._saves:
             self._rank.save(order, fence)
         self._saves = []
 
-    def _fence(self, *, blocking: bool = False) -> Fence | None:
+    def _fence(self, *, blocking: bool = False) -> _DeviceFence | None:
         """The end of all work that the device has been given up to now.
 
         blocking  who waits for it notices some ten microseconds later, and does not spin meanwhile
@@ -191,14 +202,79 @@ class _DeviceFence:
         self._event = torch.Event(blocking=blocking)
         self._event.record()
         self._one = threading.Lock()
+        self.early: _Early | None = None
 
     @property
-    def event(self) -> int:
-        return int(self._event.event_id)
+    def ready(self) -> Ready:
+        last = int(self._event.event_id)
+        if self.early is None:
+            return Ready(last)
+        return Ready(last, int(self.early.event.event_id), self.early.memory)
 
     def wait(self) -> None:
         with self._one:  # one thread waits, and the others sleep: CUDA may wait by spinning
             self._event.synchronize()
+
+
+class _Early(NamedTuple):
+    event: Any  # torch's
+    memory: RegionTable  # that is final after it
+
+
+class _Layers:
+    """Which memory a step has filled before its end.
+
+    An event after most layers is enough: what they have filled crosses the bus while the device
+    computes the others. A layer that is computed twice in a step (in micro-batches, say) is not
+    final the first time. Memory that belongs to other layers too is final with the last of them.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, Any], regions: Sequence[MemoryRegion]) -> None:
+        self._regions = regions
+        self._owners: list[set[str]] = [set() for _ in regions]  # layers
+        for name, parts in kv_caches.items():
+            for part in parts if isinstance(parts, (list, tuple)) else [parts]:
+                low, high = _span(part)
+                for region, owners in zip(regions, self._owners, strict=True):
+                    if low < region.address + region.bytes and region.address < high:
+                        owners.add(name)
+        self._usual = len(kv_caches)  # layers that a step tells of
+        self._names: list[str] = []  # of this step
+        self._event: Any = None
+        self._before = 0  # layers before the event
+        self._known: tuple[list[str], RegionTable] | None = None  # of an earlier step
+
+    def computed(self, name: str) -> None:
+        import torch
+
+        self._names.append(name)
+        if len(self._names) == self._usual - self._usual // LATE_SHARE and self._event is None:
+            self._event, self._before = torch.Event(), len(self._names)
+            self._event.record()
+
+    def take_early(self) -> _Early | None:
+        """What this step has filled early; begins the next one."""
+        names, self._names = self._names, []
+        event, self._event = self._event, None
+        if not names:  # a graph of the whole step tells of none
+            return None
+        self._usual = len(names)
+        before = names[: self._before]
+        if event is None or len(set(names)) < len(names):
+            return None
+        if self._known is None or self._known[0] != before:
+            done = set(before)
+            pairs = zip(self._regions, self._owners, strict=True)
+            final = [region for region, owners in pairs if owners and owners <= done]
+            self._known = before, RegionTable.of(final)
+        return _Early(event, self._known[1])
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """Its first byte, and the one after its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((count - 1) * step for count, step in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _staged(store: Store, regions: list[MemoryRegion], checked: bool, gpu: bool) -> Store:
