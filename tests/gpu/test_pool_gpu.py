@@ -155,7 +155,7 @@ def test_layers_that_are_final_early_are_copied_early(
     on, part, layers = device(0), 64 << 20, 8
     size, pages = part * layers, part >> 16
     with on.current():
-        cache, scratch = on.allocate(size), on.allocate(1 << 30)
+        cache, scratch, new = on.allocate(size), on.allocate(1 << 30), on.allocate(size)
         step, early, last = CudaStream(), CudaEvent(), CudaEvent()
     region = MemoryRegion(cache, size)
     bus = Bus([region])
@@ -170,7 +170,6 @@ def test_layers_that_are_final_early_are_copied_early(
     objects = [Ranges(cache + np.arange(layers) * part + (n << 16), length) for n in order]
     data = np.random.default_rng(4).integers(0, 256, size, dtype=np.uint8)
     seen = DeviceBytes(on, cache, size)
-    new = on.allocate(size)
     DeviceBytes(on, new, size)[:] = data
     first = RegionTable.of([MemoryRegion(cache, part * (layers - 1))])
 

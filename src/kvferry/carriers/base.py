@@ -312,10 +312,10 @@ class Ready:
     early: int = 0  # after this one, some memory is
     early_memory: RegionTable | None = None
 
-    def is_early(self, address: Ints) -> NDArray[np.bool_]:
-        """Which of these addresses lie in memory that is final early."""
+    def is_early(self, address: Ints, length: Ints) -> NDArray[np.bool_]:
+        """Which of these ranges lie in memory that is final early."""
         if self.early_memory is None or not len(self.early_memory.starts):
             return np.zeros(address.shape, dtype=bool)
         at = np.searchsorted(self.early_memory.starts, address, side="right") - 1
-        found: NDArray[np.bool_] = (at >= 0) & (address < self.early_memory.ends[at])
+        found: NDArray[np.bool_] = (at >= 0) & (address + length <= self.early_memory.ends[at])
         return found

@@ -721,7 +721,7 @@ def by_readiness(objects: BusObjects, ready: Ready) -> list[tuple[int, BusObject
     runs, size, count = int(objects.runs[0]), int(objects.size[0]), len(objects)
     if runs * size * count < EARLY_BYTES:
         return [(ready.last, objects)]
-    early = ready.is_early(objects.address).reshape(count, runs)
+    early = ready.is_early(objects.address, objects.size).reshape(count, runs)
     first = int(early[0].sum())
     alike = (early == (np.arange(runs) < first)).all()
     if not first or not alike:  # they are not the first runs of all objects

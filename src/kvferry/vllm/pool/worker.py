@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -80,12 +80,12 @@ class PoolWorker:
         ):
             self._prefix_tokens = block_span(groups[0], layout.shape)
         store = self.config.opener()()
-        pairs = zip(bases, layout.regions, strict=True)
-        regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
         if staged or self.config.checked:
+            pairs = zip(bases, layout.regions, strict=True)
+            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
             store = _staged(store, regions, self.config.checked, self._on_device)
         if isinstance(store, DeviceStore):
-            self._layers = _Layers(kv_caches, regions)
+            self._layers = _Layers(kv_caches)
         self._rank = PoolRank(
             store,
             described.model,
@@ -229,15 +229,21 @@ class _Layers:
     final the first time. Memory that belongs to other layers too is final with the last of them.
     """
 
-    def __init__(self, kv_caches: Mapping[str, Any], regions: Sequence[MemoryRegion]) -> None:
-        self._regions = regions
-        self._owners: list[set[str]] = [set() for _ in regions]  # layers
-        for name, parts in kv_caches.items():
-            for part in parts if isinstance(parts, (list, tuple)) else [parts]:
-                low, high = _span(part)
-                for region, owners in zip(regions, self._owners, strict=True):
-                    if low < region.address + region.bytes and region.address < high:
-                        owners.add(name)
+    def __init__(self, kv_caches: Mapping[str, Any]) -> None:
+        self._memory: list[tuple[MemoryRegion, set[str]]] = []  # with the layers that have it
+        low = high = 0
+        for begin, end, name in sorted(
+            (*_span(part), name)
+            for name, parts in kv_caches.items()
+            for part in (parts if isinstance(parts, (list, tuple)) else [parts])
+        ):
+            owners = {name}
+            if begin < high:
+                owners |= self._memory.pop()[1]
+            else:
+                low = begin
+            high = max(high, end)
+            self._memory.append((MemoryRegion(low, high - low), owners))
         self._usual = len(kv_caches)  # layers that a step tells of
         self._names: list[str] = []  # of this step
         self._event: Any = None
@@ -264,8 +270,7 @@ class _Layers:
             return None
         if self._known is None or self._known[0] != before:
             done = set(before)
-            pairs = zip(self._regions, self._owners, strict=True)
-            final = [region for region, owners in pairs if owners and owners <= done]
+            final = [memory for memory, owners in self._memory if owners <= done]
             self._known = before, RegionTable.of(final)
         return _Early(event, self._known[1])
 
