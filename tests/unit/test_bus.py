@@ -523,7 +523,7 @@ def test_what_is_damaged_gone_or_on_disk(
 ) -> None:
     """In one part, and in many: some have nothing that crosses the bus."""
     monkeypatch.setattr(device, "FIRST_OBJECTS", parts[0])
-    monkeypatch.setattr(device, "PART_OBJECTS", parts[1])
+    monkeypatch.setattr(device, "GET_OBJECTS", parts[1])
     cache, inner, store = cache_and_store(tmp_path, disk=True)
     before, every = cache.copy(), range(OBJECTS)
     objects = blocks(cache, every)
@@ -605,7 +605,7 @@ def test_what_has_arrived_is_not_read_again(
 ) -> None:
     """The bus fails in the third part of a get: the first one is in its place already."""
     monkeypatch.setattr(device, "FIRST_OBJECTS", 4)
-    monkeypatch.setattr(device, "PART_OBJECTS", 4)
+    monkeypatch.setattr(device, "GET_OBJECTS", 4)
     cache, _, store = cache_and_store(tmp_path)
     some, calls, buffered = range(12), list[int](), list[str]()
     before, objects = cache.copy(), blocks(cache, range(12))
@@ -655,7 +655,7 @@ def test_a_put_that_fails_between_its_parts(
     on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is under way ends before its extents are given back."""
-    monkeypatch.setattr(device, "PART_OBJECTS", 4)
+    monkeypatch.setattr(device, "PUT_OBJECTS", 4)
     cache, inner, store = cache_and_store(tmp_path)
     some, order = range(12), list[str]()
     plain, close, abandon = Bus.out, Crossing.close, Tiers.abandon

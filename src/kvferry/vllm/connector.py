@@ -329,7 +329,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Saves begin after the step, but may copy this layer before its end."""
-        if self.pool_worker is not None:
+        if self.pool_worker is None:
+            return
+        step = self._get_connector_metadata()  # vLLM may begin loads and saves after all layers
+        assert isinstance(step, FerryMetadata)
+        if step.pool is not None and step.pool.saves:
             self.pool_worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:

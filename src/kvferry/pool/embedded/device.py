@@ -54,10 +54,10 @@ from kvferry.workers import start_compiler
 
 log = logging.getLogger("kvferry")
 # While the objects of one part cross the bus, those of the next one are found or reserved. Two
-# parts of a put are all blocks of a usual step (8,192 tokens in blocks of 16), and few enough
-# copies for the driver to take while the step computes. The first part of a get is small, because
-# the bus waits for it.
-FIRST_OBJECTS, PART_OBJECTS = 64, 256
+# parts of a put are all blocks of a large step (16,384 tokens in blocks of 16), and are queued
+# while the step computes. The first part of a get is small, because the bus waits for it.
+PUT_OBJECTS = 512
+FIRST_OBJECTS, GET_OBJECTS = 64, 256
 PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
@@ -103,7 +103,7 @@ class DeviceStore(StagedStore):
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
-            for part in self._embedded.parts(sizes.tolist(), PART_OBJECTS, self._part_bytes):
+            for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
                 put = _Put(
                     self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
                 )
@@ -159,7 +159,7 @@ class DeviceStore(StagedStore):
         """Notes in `done` which objects are in their places. One thread keeps the bus busy: several
         would take the interpreter's lock from each other."""
         good = np.array(inside(self._regions, wanted), dtype=bool)
-        bounds = [0, *range(FIRST_OBJECTS, len(keys), PART_OBJECTS), len(keys)]
+        bounds = [0, *range(FIRST_OBJECTS, len(keys), GET_OBJECTS), len(keys)]
         before: tuple[int, Lent, Ints, Crossing] | None = None
         with contextlib.ExitStack() as under_way:
             for first, last in pairwise(bounds):

@@ -130,8 +130,8 @@ class PoolWorker:
         self._saves = orders.saves
 
     def layer_computed(self, name: str) -> None:
-        """The step computes this layer of its blocks, or has been told to."""
-        if self._saves and self._layers is not None:
+        """The step computes this layer of the blocks to be saved, or has been told to."""
+        if self._layers is not None:
             self._layers.computed(name)
 
     def save(self) -> None:
@@ -225,8 +225,9 @@ class _Layers:
     """Which memory a step has filled before its end.
 
     An event after most layers is enough: what they have filled crosses the bus while the device
-    computes the others. A layer that is computed twice in a step (in micro-batches, say) is not
-    final the first time. Memory that belongs to other layers too is final with the last of them.
+    computes the others. A layer may be computed twice in a step: a draft's for each token, which is
+    final with the last one, or all in micro-batches, of which an event sees one only. Memory that
+    several layers have is final when all of them are.
     """
 
     def __init__(self, kv_caches: Mapping[str, Any]) -> None:
@@ -251,10 +252,10 @@ class _Layers:
         self._known: tuple[list[str], RegionTable] | None = None  # of an earlier step
 
     def computed(self, name: str) -> None:
-        import torch
-
         self._names.append(name)
         if len(self._names) == self._usual - self._usual // LATE_SHARE and self._event is None:
+            import torch
+
             self._event, self._before = torch.Event(), len(self._names)
             self._event.record()
 
@@ -262,16 +263,15 @@ class _Layers:
         """What this step has filled early; begins the next one."""
         names, self._names = self._names, []
         event, self._event = self._event, None
-        if not names:  # a graph of the whole step tells of none
+        self._usual = len(names) or self._usual  # a graph of a whole step tells of none
+        if event is None:
             return None
-        self._usual = len(names)
-        before = names[: self._before]
-        if event is None or len(set(names)) < len(names):
-            return None
-        if self._known is None or self._known[0] != before:
-            done = set(before)
+        if self._known is None or self._known[0] != names:
+            before, later = names[: self._before], names[self._before :]
+            once = len(set(before)) == len(before)
+            done = set(before) - set(later) if once else set()
             final = [memory for memory, owners in self._memory if owners <= done]
-            self._known = before, RegionTable.of(final)
+            self._known = names, RegionTable.of(final)
         return _Early(event, self._known[1])
 
 
