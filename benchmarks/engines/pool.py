@@ -255,7 +255,9 @@ def rates(
                 orders=seen,
             )
             if who == FERRY:
-                for what, rate, limit in (("save", save, "out"), ("load", seen, "in")):
+                # most of a save crosses before its step ends, so it may be more than the bus gives
+                saved = ("save, from its step's end on", save, "out")
+                for what, rate, limit in (saved, ("load", seen, "in")):
                     share = (rate or 0.0) / pinned[limit]
                     report.judge(f"pool: {what}, of a pinned copy", share, "{:.0%}", least=RATE)
 
