@@ -42,6 +42,8 @@ class DeviceKind:
             )
         elif self.name == "nixl":
             carrier = make_carrier("nixl", device=0)
+        elif self.name == "mooncake":
+            carrier = make_carrier("mooncake")
         else:
             carrier = make_carrier("cuda", triton=self.name == "cuda")
         carrier.register(regions)
@@ -53,7 +55,8 @@ KINDS = {
     "cuda-copies": DeviceKind("cuda-copies", 40_000),  # as without Triton
     "tcp": DeviceKind("tcp", 400),
 }
-NIXL = DeviceKind("nixl", 4)  # too slow on one host for the whole suite
+# too slow on one host for the whole suite
+LIBRARIES = {"nixl": DeviceKind("nixl", 4), "mooncake": DeviceKind("mooncake", 4)}
 
 
 class DeviceBytes:
@@ -163,7 +166,7 @@ def user(kind: DeviceKind, area: DeviceArea) -> Iterator[Carrier]:
 
 
 def main() -> None:
-    kind, area = {**KINDS, "nixl": NIXL}[sys.argv[1]], DeviceArea.allocate()
+    kind, area = {**KINDS, **LIBRARIES}[sys.argv[1]], DeviceArea.allocate()
     carrier = kind.carrier(area.regions())
     with device(0).current():
         handle = device(0).export(area.address)

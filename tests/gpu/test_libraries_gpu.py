@@ -1,4 +1,4 @@
-"""NIXL over device memory: two processes, one GPU; what it reaches with UCX alone."""
+"""NIXL (UCX alone) and Mooncake (TCP) over device memory: two processes, one GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import device_peer
 import numpy as np
 import pytest
 from carrier_peer import FIRST, SECOND, Peer, copies
-from device_peer import NIXL, DeviceArea
+from device_peer import LIBRARIES, DeviceArea, DeviceKind
 
-pytest.importorskip("nixl", reason="NIXL is not installed")
 from kvferry.carriers import Carrier
 from kvferry.errors import OutOfBounds, PeerLost
 from scattered import copy_scattered
@@ -25,15 +24,22 @@ def area() -> DeviceArea:
     return DeviceArea.allocate()
 
 
+@pytest.fixture(scope="module", params=sorted(LIBRARIES))
+def kind(request: pytest.FixtureRequest) -> DeviceKind:
+    module = {"nixl": "nixl", "mooncake": "mooncake.engine"}[request.param]
+    pytest.importorskip(module, exc_type=ImportError)
+    return LIBRARIES[request.param]
+
+
 @pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    with device_peer.owner(NIXL) as found:
+def peer(kind: DeviceKind) -> Iterator[Peer]:
+    with device_peer.owner(kind) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def carrier(area: DeviceArea) -> Iterator[Carrier]:
-    with device_peer.user(NIXL, area) as made:
+def carrier(kind: DeviceKind, area: DeviceArea) -> Iterator[Carrier]:
+    with device_peer.user(kind, area) as made:
         yield made
 
 
@@ -80,8 +86,8 @@ def test_out_of_bounds(area: DeviceArea, peer: Peer, carrier: Carrier) -> None:
         carrier.disconnect(there)
 
 
-def test_a_peer_that_dies(area: DeviceArea, carrier: Carrier) -> None:
-    with device_peer.owner(NIXL) as mortal:
+def test_a_peer_that_dies(kind: DeviceKind, area: DeviceArea, carrier: Carrier) -> None:
+    with device_peer.owner(kind) as mortal:
         there = carrier.connect(mortal.endpoint, time.monotonic() + SECONDS)
         mortal.kill()
         at = np.array([FIRST[0]])
