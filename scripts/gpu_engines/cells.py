@@ -234,6 +234,16 @@ CELLS: tuple[Cell, ...] = (
         cpu=None,
     ),
     Cell(
+        "llama-deep",
+        "llama-deep",
+        "sixteen layers in fp32, saved while the step computes the last two; smaller blocks",
+        Side(32),
+        Side(16),
+        "TRITON_ATTN",
+        "float32",
+        options={"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20},
+    ),
+    Cell(
         "llama-fa-tcp",
         "llama",
         "FlashAttention, staged over `tcp`, equal blocks",

@@ -28,7 +28,6 @@ SIZE = PAGE * LAYERS * OBJECTS
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     started = Master(tmp_path_factory.mktemp("mooncake") / "log")
-    started.hold(256 << 20)
     yield started
     started.close()
 
@@ -48,7 +47,7 @@ def test_objects_and_parts_of_them(
     cache: DeviceBytes, master: Master, tmp_path: Path, checked: bool
 ) -> None:
     region = MemoryRegion(cache.address, SIZE)
-    store: Store = MooncakeStore(master.config(0, 64 << 20))
+    store: Store = MooncakeStore(master.config(256 << 20, 64 << 20))
     if checked:
         store = CheckedStore(store, DeviceMemory([region]))
     store.register([region])

@@ -148,6 +148,7 @@ def _deepseek(architecture: str, model_type: str, **fields: Any) -> dict[str, An
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": llama_config(),
+    "llama-deep": llama_config(num_hidden_layers=16, num_key_value_heads=8),
     "mla": _deepseek(
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
