@@ -154,12 +154,12 @@ def test_bytes_that_may_still_arrive_keep_a_failed_transfer_from_being_over(
 def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
     memmove: MemmoveCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "LATE_SECONDS", 0.5)
-    jobs = [late(memmove, threading.Event()) for _ in range(4)]
+    monkeypatch.setattr(shared, "LATE_SECONDS", 1.0)
+    jobs = [late(memmove, threading.Event()) for _ in range(8)]
     assert not any(job.settled() for job in jobs)
     begin = time.monotonic()
     end_transfers(jobs, nullcontext)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 6  # one after the other, it would be eight
     assert all(job.settled() for job in jobs)
 
 
@@ -170,7 +170,7 @@ def test_a_library_that_gave_up_is_not_waited_for_again(memmove: MemmoveCarrier)
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no progress"):
         await_transfer(job, watch)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 4  # not until its deadline
 
 
 @pytest.mark.parametrize("reading", [True, False])
