@@ -40,7 +40,7 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
-from kvferry.carriers.host import joined
+from kvferry.carriers.host import copy_runs, joined
 from kvferry.errors import StoreError, TransferError
 from kvferry.pool.store import (
     Bools,
@@ -50,7 +50,6 @@ from kvferry.pool.store import (
     Slices,
     Store,
     inside,
-    move,
     sizes_of,
 )
 
@@ -365,7 +364,7 @@ class CheckedStore(StagedStore):
                 if len(need.length):
                     base = buffer.ctypes.data
                     to = base + int(packed[at]) + np.cumsum(need.length) - need.length
-                    move(base + begin + need.offset, to, need.length)
+                    copy_runs(base + begin + need.offset, to, need.length)
             return self._scatter(wanted, buffer, packed, sizes, outcomes)
 
 

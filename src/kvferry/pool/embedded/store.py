@@ -45,6 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.host import copy_runs, spread
 from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
@@ -73,8 +74,6 @@ from kvferry.pool.store import (
     Ranges,
     Slices,
     inside,
-    move,
-    spread,
 )
 from kvferry.workers import Call, Threads
 
@@ -649,7 +648,7 @@ class EmbeddedStore:
         size = image_bytes(len(key), length)
         start = arena.address + offset + header_bytes(len(key), length)
         ends = np.cumsum(ranges.length)
-        move(ranges.address, start + ends - ranges.length, ranges.length)
+        copy_runs(ranges.address, start + ends - ranges.length, ranges.length)
         seal(arena.view(offset, size), key, length)
         index.length[row], index.image_bytes[row] = length, size
         index.state[row] = ix.MEMORY
