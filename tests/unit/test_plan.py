@@ -14,7 +14,7 @@ import pytest
 
 from kvferry import Bound, CacheModel, Copies, EngineShape, RankLayout, bind, plan_pair
 from kvferry.errors import CoverError
-from kvferry.layout.presets import load_model, presets
+from kvferry.layout.hf import load_model, presets
 from kvferry.plan import everything_plan, uncovered
 from kvferry.plan.assign import meet
 from kvferry.plan.cover import require_exact_cover
@@ -209,7 +209,7 @@ class TestAgreement:
     PROGRAM = """
 import sys
 from kvferry import EngineShape, RankLayout, plan_pair
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.plan.report import digest
 model = load_model("granite-4.0-h-small")
 src, dst = EngineShape.parse(sys.argv[1]), EngineShape.parse(sys.argv[2])

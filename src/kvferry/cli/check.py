@@ -18,7 +18,7 @@ from rich.markup import escape
 from kvferry import SUPPORTED_VLLM
 from kvferry.cli.console import Json, print_json
 from kvferry.errors import KvferryError
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 
 _PACKAGE = "kvferry.vllm"
 

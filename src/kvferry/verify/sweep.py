@@ -42,9 +42,18 @@ from kvferry.plan import (
 )
 from kvferry.plan.cover import Uncovered
 from kvferry.plan.report import digest
-from kvferry.verify.case import CaseDict, ModelDict, SideDict
 from kvferry.verify.generate import features, generate
-from kvferry.verify.oracle import FREE, GAP, NOTHING, Image, Oracle, Worker
+from kvferry.verify.oracle import (
+    FREE,
+    GAP,
+    NOTHING,
+    CaseDict,
+    Image,
+    ModelDict,
+    Oracle,
+    SideDict,
+    Worker,
+)
 from kvferry.verify.oracle import Ints as Ids
 
 CHUNK = 40  # pairs that a process takes at a time
