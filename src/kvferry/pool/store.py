@@ -14,7 +14,7 @@ or not at all, and a range that is read was checked against what was written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar, overload
@@ -187,6 +187,21 @@ def by_lengths(objects: Sequence[Ranges] | Sequence[Slices], work: Callable[[Int
 
 def sizes_of(objects: Sequence[Ranges] | Sequence[Slices]) -> list[int]:
     return by_lengths(objects, lambda length: int(length.sum()))
+
+
+def batch_parts(
+    sizes: Sequence[int], most_bytes: int, most_objects: int = 1 << 30
+) -> Iterator[slice]:
+    """Parts of a batch, in order: as many objects of these sizes as fit together, or one."""
+    first = 0
+    while first < len(sizes):
+        last, total = first + 1, sizes[first]
+        stop = min(len(sizes), first + most_objects)
+        while last < stop and total + sizes[last] <= most_bytes:
+            total += sizes[last]
+            last += 1
+        yield slice(first, last)
+        first = last
 
 
 def require_answers(answers: Sized, keys: Sequence[str]) -> None:

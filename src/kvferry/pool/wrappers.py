@@ -49,6 +49,7 @@ from kvferry.pool.store import (
     Ranges,
     Slices,
     Store,
+    batch_parts,
     inside,
     sizes_of,
 )
@@ -158,17 +159,9 @@ class StagedStore:
     ) -> list[Outcome]:
         """Work on those objects of a batch that are DONE so far, as many at a time as fit a buffer
         together. A larger object has a buffer to itself. A part that cannot be moved has FAILED."""
-        parts: list[list[int]] = []
-        total = self._stage_bytes + 1
-        for at, size in enumerate(sizes.tolist()):
-            if outcomes[at] is not Outcome.DONE:
-                continue
-            if total + size > self._stage_bytes:
-                parts.append([])
-                total = 0
-            parts[-1].append(at)
-            total += size
-        for part in parts:
+        places = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
+        for which in batch_parts(sizes[places].tolist(), self._stage_bytes):
+            part = places[which]
             try:
                 told = work(part)
             except TransferError as error:

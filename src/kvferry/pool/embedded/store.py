@@ -73,6 +73,7 @@ from kvferry.pool.store import (
     Outcome,
     Ranges,
     Slices,
+    batch_parts,
     inside,
 )
 from kvferry.workers import Call, Threads
@@ -235,15 +236,7 @@ class EmbeddedStore:
     ) -> Iterator[slice]:
         """How many objects of a batch to write at a time: those in writing cannot make way."""
         most = min(most_bytes, self._tiers.arena.capacity // PART_SHARE)
-        first = 0
-        while first < len(sizes):
-            last, total = first + 1, sizes[first] + ALIGN
-            stop = min(len(sizes), first + most_objects)
-            while last < stop and total + sizes[last] + ALIGN <= most:
-                total += sizes[last] + ALIGN
-                last += 1
-            yield slice(first, last)
-            first = last
+        return batch_parts([size + ALIGN for size in sizes], most, most_objects)
 
     @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
