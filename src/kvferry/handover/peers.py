@@ -98,6 +98,7 @@ class Source:
     bases: tuple[int, ...]
     carrier: Carrier | None
     peer: Any
+    why: str  # that carrier
     sums: tuple[str, ...]  # checksum algorithms that it offers
 
     def __str__(self) -> str:
@@ -331,7 +332,7 @@ class Peers:
         self, name: str, info: RankInfo, shape: EngineShape, readers: int, deadline: float
     ) -> Source:
         rank, ours = Rank(info.pp_rank, info.tp_rank), self.layout.rank
-        plan, carrier, peer = None, None, None
+        plan, carrier, peer, why = None, None, None, ""
         bases: list[int] = []
         if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
@@ -339,7 +340,7 @@ class Peers:
             pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"
-            carrier, peer = connect(info.carriers, self.carriers, deadline, who)
+            carrier, peer, why = connect(info.carriers, self.carriers, deadline, who)
         return Source(
             rank,
             info.address,
@@ -349,6 +350,7 @@ class Peers:
             tuple(bases),
             carrier,
             peer,
+            why,
             info.sums,
         )
 
