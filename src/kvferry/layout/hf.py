@@ -229,28 +229,15 @@ def _mamba(r: ConfigReader) -> list[Group]:
 
 
 def _mamba2(r: ConfigReader) -> list[Group]:
-    return r.mamba2(
-        range(r.layers),
-        heads=r.integer("num_heads"),
-        head_dim=r.integer("head_dim"),
-        groups=r.integer("n_groups"),
-        state=r.integer("state_size"),
-        conv=r.integer("conv_kernel"),
-    )
+    names = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+    return r.mamba2(range(r.layers), *map(r.integer, names))
 
 
 def _nemotron_h(r: ConfigReader) -> list[Group]:
     pattern = str(r.config.get("hybrid_override_pattern", ""))
-    return r.attention(
-        "attention", [i for i, kind in enumerate(pattern) if kind == "*"]
-    ) + r.mamba2(
-        [i for i, kind in enumerate(pattern) if kind == "M"],
-        heads=r.integer("mamba_num_heads"),
-        head_dim=r.integer("mamba_head_dim"),
-        groups=r.integer("n_groups"),
-        state=r.integer("ssm_state_size"),
-        conv=r.integer("conv_kernel"),
-    )
+    attention, mamba = ([i for i, kind in enumerate(pattern) if kind == of] for of in "*M")
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    return r.attention("attention", attention) + r.mamba2(mamba, *map(r.integer, names))
 
 
 def _qwen3_next(r: ConfigReader) -> list[Group]:
