@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -228,7 +229,7 @@ for edge in pair.edges:
                 capture_output=True,
                 text=True,
                 check=True,
-                env={"PYTHONHASHSEED": seed},
+                env={**os.environ, "PYTHONHASHSEED": seed},
                 timeout=60,
             ).stdout
             for seed in ("0", "1")
