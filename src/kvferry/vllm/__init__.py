@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry.vllm import plugin
 
-IN_TREE = {
+STAND_INS = {  # our classes, by the names of vLLM's own
     "MooncakeConnector": "FerryMooncakeConnector",
     "MooncakeStoreConnector": "FerryMooncakeStoreConnector",
     "NixlConnector": "FerryNixlConnector",
@@ -26,7 +26,7 @@ IN_TREE = {
 
 
 def __getattr__(name: str) -> Any:
-    ours = IN_TREE.get(name, name)
+    ours = STAND_INS.get(name, name)
     if ours not in plugin.NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvferry.vllm import connector
@@ -34,4 +34,4 @@ def __getattr__(name: str) -> Any:
     return getattr(connector, ours)
 
 
-__all__ = [*plugin.NAMES, *IN_TREE]
+__all__ = [*plugin.NAMES, *STAND_INS]
