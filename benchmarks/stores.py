@@ -39,11 +39,12 @@ from numpy.typing import NDArray
 
 from kvferry.bench.transport import in_turns
 from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.host import copy_runs
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
-from kvferry.pool.store import Outcome, Ranges, Slices, Store, move
+from kvferry.pool.store import Outcome, Ranges, Slices, Store
 
 LOOKUP_KEYS = 256  # keys of one question: a prompt of a few thousand tokens on a few ranks
 LOOKUPS = 2000
@@ -281,7 +282,7 @@ def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Callable[[], f
 
     def save() -> None:
         for path, src in zip(paths, scatter.src, strict=True):
-            move(src, at, scatter.length)
+            copy_runs(src, at, scatter.length)
             with path.open("wb", buffering=0) as file:
                 file.write(staging.data)
 
@@ -289,7 +290,7 @@ def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Callable[[], f
         for path, dst in zip(paths, scatter.dst, strict=True):
             with path.open("rb", buffering=0) as file:
                 os.preadv(file.fileno(), [staging.data], 0)
-            move(at, dst, scatter.length)
+            copy_runs(at, dst, scatter.length)
 
     return {("file", "save"): lambda: _seconds(save), ("file", "load"): lambda: _seconds(load)}
 
@@ -310,14 +311,14 @@ def _lmdb(
     def save() -> None:
         with env.begin(write=True) as writing:
             for n, src in enumerate(scatter.src):
-                move(src, at, scatter.length)
+                copy_runs(src, at, scatter.length)
                 writing.put(b"bench/%d" % n, staging.data)
 
     def load() -> None:
         with env.begin(buffers=True) as reading:
             for n, dst in enumerate(scatter.dst):
                 value = np.frombuffer(reading.get(b"bench/%d" % n), dtype=np.uint8)
-                move(int(value.ctypes.data) + scatter.offset, dst, scatter.length)
+                copy_runs(int(value.ctypes.data) + scatter.offset, dst, scatter.length)
 
     return {("lmdb", "save"): lambda: _seconds(save), ("lmdb", "load"): lambda: _seconds(load)}
 

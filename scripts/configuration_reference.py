@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from importlib import import_module
@@ -356,39 +355,39 @@ def tables() -> dict[str, Callable[[], str]]:
 
 
 def handover() -> str:
-    config = ours("kvferry.vllm.config")
+    config = import_module("kvferry.vllm.config")
     rules = config.rules(config.FerryConfig)
     expected = {name: rule.expected for name, rule in rules.items()} | HANDOVER_ALSO
     return keys(defaults(config.FerryConfig), HANDOVER, expected)
 
 
 def pool() -> str:
-    config = ours("kvferry.vllm.pool.config")
+    config = import_module("kvferry.vllm.pool.config")
     rules = config.rules(config.PoolConfig)
     expected = {name: rule.expected for name, rule in rules.items()}
     return keys(defaults(config.PoolConfig), POOL, expected)
 
 
 def mooncake_store() -> str:
-    kind = ours("kvferry.pool.mooncake").MooncakeStoreConfig
+    kind = import_module("kvferry.pool.mooncake").MooncakeStoreConfig
     return limits(defaults(kind), STORE)
 
 
 def router() -> str:
-    return limits(defaults(ours("kvferry.router.api").Limits), ROUTER)
+    return limits(defaults(import_module("kvferry.router.api").Limits), ROUTER)
 
 
 def removed() -> str:
-    keys = ours("kvferry.vllm.config").REMOVED_KEYS
+    keys = import_module("kvferry.vllm.config").REMOVED_KEYS
     return table(("key", ""), [(f"`{name}`", f"It {became}.") for name, became in keys.items()])
 
 
 def their_keys() -> str:
-    config = ours("kvferry.vllm.config")
+    config = import_module("kvferry.vllm.config")
     known = {
         "nixl": {*config.IN_TREE["nixl"].keys, *config.IN_TREE["nixl"].options},
         "mooncake": {*config.IN_TREE["mooncake"].keys, *config.IN_TREE["mooncake"].options},
-        "store": ours("kvferry.vllm.pool.config").MOONCAKE_ONLY,
+        "store": import_module("kvferry.vllm.pool.config").MOONCAKE_ONLY,
     }
     whose = {
         "nixl": "`NixlConnector`, `NixlPullConnector`, `NixlPushConnector`",
@@ -403,12 +402,12 @@ def their_keys() -> str:
 
 
 def carrier_options() -> str:
-    carriers = ours("kvferry.carriers.auto").CARRIERS
+    carriers = import_module("kvferry.carriers.auto").CARRIERS
     rows = []
     for name, sentences in CARRIER_OPTIONS.items():
         kind = carriers[name]
         if isinstance(kind, tuple):
-            kind = getattr(ours(kind[0]), kind[1])
+            kind = getattr(import_module(kind[0]), kind[1])
         takes = inspect.signature(kind).parameters
         skipped = NOT_OPTIONS | ({"device"} if name == "nixl" else set())  # the cache's own GPU
         require_same(name, set(takes) - skipped, sentences)
@@ -441,15 +440,6 @@ def limits(known: Mapping[str, Any], sentences: Mapping[str, Words]) -> str:
         default, sentence = split(words, known[name])
         rows.append((f"`{name}`", default, sentence))
     return table(("key", "default", ""), rows)
-
-
-def ours(module: str) -> Any:
-    """A module of kvferry. The package `kvferry.vllm` itself imports vLLM, which is not needed."""
-    if module.startswith("kvferry.vllm") and "kvferry.vllm" not in sys.modules:
-        package = types.ModuleType("kvferry.vllm")
-        package.__path__ = [str(SOURCES / "vllm")]
-        sys.modules["kvferry.vllm"] = package
-    return import_module(module)
 
 
 def defaults(kind: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,7 +204,7 @@ def _keys(connector: str) -> dict[str, Row]:
         for name, words in reference.THEIRS[connector].items()
         if name not in FORMER_KEYS
     }
-    known = reference.ours("kvferry.vllm.pool.config")
+    known = import_module("kvferry.vllm.pool.config")
     for name in SAME_KEYS.get(connector, ()):
         reference.require_same(name, {name}, {name} & set(known.rules(known.PoolConfig)))
         told[name] = SAME

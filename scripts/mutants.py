@@ -295,9 +295,9 @@ MUTANTS = [
     # binding
     Mutant(
         "neighbours on one side",
-        "plan/bind.py",
-        "apart = (src[1:] - src[:-1] != lengths[:-1]) | (dst[1:] - dst[:-1] != lengths[:-1])",
-        "apart = src[1:] - src[:-1] != lengths[:-1]",
+        "copies.py",
+        "apart = ~(follows & (self.dst[1:] - self.dst[:-1] == self.length[:-1]))",
+        "apart = ~follows",
     ),
     Mutant(
         "source's ids at the destination",

@@ -26,8 +26,8 @@ from benchmarks.gpu.owner import Remote
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda.carrier import CudaCarrier, CudaPeer
 from kvferry.carriers.cuda.driver import Device, device, driver
+from kvferry.layout.hf import load_model
 from kvferry.layout.placement import Ints, RankLayout
-from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 from kvferry.plan.assign import Edge

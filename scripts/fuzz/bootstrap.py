@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import hmac
 import http.client
-import importlib.util
 import io
 import json
 import random
@@ -356,12 +355,6 @@ def run(frames: int, seed: int) -> dict[str, int]:
 
 def serve(secret: str) -> None:
     """The child: a bootstrap until its standard input ends."""
-    if importlib.util.find_spec("vllm") is None:  # the server needs none; its package's classes do
-        import kvferry
-
-        package = types.ModuleType("kvferry.vllm")
-        package.__path__ = [str(Path(kvferry.__file__).parent / "vllm")]
-        sys.modules["kvferry.vllm"] = package
     from kvferry.vllm.bootstrap import Bootstrap
 
     bootstrap = Bootstrap(None, 0, secret or None)

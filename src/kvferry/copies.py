@@ -80,6 +80,17 @@ class Copies:
         for start in range(0, len(self), WINDOW):
             yield self[start : start + WINDOW]
 
+    def joined(self) -> Copies:
+        """Copies that follow each other on both sides as one; none may be empty."""
+        follows = self.src[1:] - self.src[:-1] == self.length[:-1]
+        if not follows.any():
+            return self  # as most often
+        apart = ~(follows & (self.dst[1:] - self.dst[:-1] == self.length[:-1]))
+        if apart.all():
+            return self
+        heads = np.concatenate((_ZERO, np.flatnonzero(apart) + 1))
+        return Copies(self.src[heads], self.dst[heads], np.add.reduceat(self.length, heads))
+
     def without_empty(self) -> Copies:
         return self if bool(self.length.all()) else self[self.length != 0]
 
@@ -166,6 +177,17 @@ class StridedCopies:
             _outer_sum(into[:count].reshape(shape), a[part[0]], b[part[1]], c[part[2]])
         out.length[:count].reshape(shape)[...] = self.lengths[part[1]][None, :, None]
         return count
+
+
+def table_bytes(address: Ints, length: Ints) -> bytes:
+    """Ranges as peers are told of them: rows of address and length, little-endian."""
+    return np.stack((address, length), axis=1).astype("<i8", copy=False).tobytes()
+
+
+def table_of(raw: bytes | bytearray) -> tuple[Ints, Ints]:
+    """The addresses and lengths of such a table."""
+    rows = np.frombuffer(raw, dtype="<i8").reshape(-1, 2).astype(np.int64, copy=False)
+    return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
 
 
 def _outer_sum(

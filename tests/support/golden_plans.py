@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from kvferry.cli.main import app
 from kvferry.errors import KvferryError
-from kvferry.layout.presets import presets
+from kvferry.layout.hf import presets
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "plans"
 COMMAND = get_command(app)  # once: it takes longer to make than most plans

@@ -24,9 +24,8 @@ from kvferry.pool.layout_registry import (
     require_readable,
 )
 from kvferry.pool.objects import block_span, object_memory
-from kvferry.verify.case import CaseDict
 from kvferry.verify.generate import _Generator, generate
-from kvferry.verify.oracle import FREE, NOTHING, CaseEngine, Oracle, Worker
+from kvferry.verify.oracle import FREE, NOTHING, CaseDict, CaseEngine, Oracle, Worker
 from kvferry.verify.sweep import AddressSpace, build_model, build_shape
 
 

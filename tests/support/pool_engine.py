@@ -19,8 +19,7 @@ from kvferry.pool.orders import PoolLoaded, Saved
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.scheduler import PoolLimits, PoolScheduler, RequestTracker, SaveJob
 from kvferry.pool.store import Store
-from kvferry.verify.case import CaseDict
-from kvferry.verify.oracle import Oracle, Worker
+from kvferry.verify.oracle import CaseDict, Oracle, Worker
 from kvferry.verify.sweep import build_model
 from pool_cases import layouts
 

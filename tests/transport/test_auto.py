@@ -24,11 +24,11 @@ def test_the_fastest_that_connects_is_used(caplog: pytest.LogCaptureFixture) -> 
         ours = [make_carrier(n, secret=SECRET, host=LOOPBACK) for n in ("tcp", "local")]
         try:
             for some, expected in ((offered, "local"), ({"tcp": far.endpoint}, "tcp")):
-                carrier, peer = connect(some, fastest_first(ours), soon(), "rank 7")
+                carrier, peer, _ = connect(some, fastest_first(ours), soon(), "rank 7")
                 assert carrier.name == expected
                 carrier.disconnect(peer)
             near.kill()
-            carrier, _ = connect(offered, fastest_first(ours), soon(), "rank 8")
+            carrier, *_ = connect(offered, fastest_first(ours), soon(), "rank 8")
             assert carrier.name == "tcp"
             far.kill()
             with pytest.raises(HandoverError, match=r"tcp: .*local: "):

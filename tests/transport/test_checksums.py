@@ -19,8 +19,9 @@ from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.null import Faults
 from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.copies import table_bytes
 from kvferry.errors import OutOfBounds, ProtocolError
-from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest, encode_runs
+from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest
 from kvferry.handover.holds import Closed
 from kvferry.net.messages import VERSION, Refused, Sum, Summed, Text
 from kvferry.net.rpc import Caller
@@ -168,7 +169,7 @@ def test_what_a_source_refuses_to_digest() -> None:
         base = int(rack.memory.bases[0])
 
         def ask(address: list[int], length: list[int], hold: Text = "hold-1") -> object:
-            runs = encode_runs(np.array(address), np.array(length))
+            runs = table_bytes(np.array(address), np.array(length))
             request = Sum(VERSION, rank.incarnation, hold, runs)
             call = caller.call(f"{LOOPBACK}:{rank.port}", request, time.monotonic() + 20)
             return call.result(20)
@@ -191,7 +192,7 @@ def test_what_a_source_refuses_to_digest() -> None:
             refused = ask(address, length)
             assert isinstance(refused, Refused), (address, length)
             assert refused.reason == "malformed"
-        runs = encode_runs(np.array([base]), np.array([8]))
+        runs = table_bytes(np.array([base]), np.array([8]))
         for algorithm in ("mix128", "md5", ""):  # not of this memory, not of any
             request = Sum(VERSION, rank.incarnation, "hold-1", runs, algorithm)
             call = caller.call(f"{LOOPBACK}:{rank.port}", request, time.monotonic() + 20)

@@ -21,7 +21,7 @@ import zmq
 
 from kvferry.handover.describe import engine_info
 from kvferry.handover.producer import Directory
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.net.messages import VERSION, decode_reply
 from kvferry.net.rpc import Sockets

@@ -248,7 +248,7 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
         for target in targets:
             target.fill()
             moved = target.load(passed_on(prefill))
-            assert moved.links and all(": carrier tcp: " in link for link in moved.links)
+            assert {name for name, _ in moved.links} == {"tcp"}
             checked = target.check()
             assert checked.wrong_bytes == 0
             assert 0 < checked.arrived_bytes <= moved.stats.bytes

@@ -86,7 +86,7 @@ def interrupted(
 
         return copy
 
-    for name in ("spread", "move"):
+    for name in ("spread", "copy_runs"):
         monkeypatch.setattr(arena, name, around(getattr(arena, name)))
 
 
@@ -310,7 +310,7 @@ def slowly(real):
     return copy
 peer.memory[:] = 7
 print(peer.store.put(["old"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 5))
-store.move = slowly(store.move)
+store.copy_runs = slowly(store.copy_runs)
 arena.spread = slowly(arena.spread)
 def put():
     told.extend(peer.store.put(["new"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 20))

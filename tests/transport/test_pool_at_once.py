@@ -13,8 +13,7 @@ import pytest
 from kvferry.pool import lookup
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.lookup import LookupKeyServer
-from kvferry.verify.case import CaseDict
-from kvferry.verify.oracle import Oracle
+from kvferry.verify.oracle import CaseDict, Oracle
 from pool_cases import pool_case
 from pool_engine import SmallEngine
 from waiting import wait_until

@@ -10,8 +10,7 @@ from dir_store import DirStore
 from kvferry.costs import ENOUGH
 from kvferry.pool.cost import LoadChoice
 from kvferry.pool.scheduler import PoolLimits
-from kvferry.verify.case import CaseDict
-from kvferry.verify.oracle import Oracle
+from kvferry.verify.oracle import CaseDict, Oracle
 from pool_cases import pool_case
 from pool_engine import SmallEngine
 

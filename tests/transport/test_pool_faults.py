@@ -28,8 +28,7 @@ from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import LookupKeyServer, sequence_keys
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Outcome, Store
-from kvferry.verify.case import CaseDict
-from kvferry.verify.oracle import Oracle
+from kvferry.verify.oracle import CaseDict, Oracle
 from no_threads import no_threads
 from pool_cases import pool_case
 from pool_engine import SmallEngine

@@ -16,14 +16,14 @@ from test_pool_faults import FAST, Pair, all_ended, cases, sequence, simple
 
 from dir_store import DirStore
 from kvferry.layout import EngineShape, RankLayout
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.pool import lookup
 from kvferry.pool import rank as load_module
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout, make_layout
 from kvferry.pool.orders import PoolCounters
 from kvferry.pool.scheduler import PoolLimits
-from kvferry.verify.case import CaseDict
+from kvferry.verify.oracle import CaseDict
 
 
 @pytest.fixture(scope="module")

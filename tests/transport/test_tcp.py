@@ -25,9 +25,9 @@ from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp import client, frames
 from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
 from kvferry.carriers.tcp.client import TRANSFERS_PER_PEER, TcpEndpoint
-from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream, table_bytes
+from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream
 from kvferry.carriers.tcp.server import FrameRefused, Grants, ServerLimits
-from kvferry.copies import Copies
+from kvferry.copies import Copies, table_bytes
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,

@@ -224,6 +224,6 @@ def test_scattered_copies_inside_one_process(content: np.ndarray) -> None:
     src = rng.integers(0, CHILD_BYTES - (3 << 20), len(length))
     dst = np.cumsum(length) - length
     out = np.zeros(int(length.sum()), dtype=np.uint8)
-    host.copy_runs(content, src, out, dst, length)
+    host.copy_runs(content.ctypes.data + src, out.ctypes.data + dst, length)
     pieces = [content[s : s + n] for s, n in zip(src.tolist(), length.tolist(), strict=True)]
     assert np.array_equal(out, np.concatenate(pieces))

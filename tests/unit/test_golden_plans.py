@@ -11,7 +11,7 @@ import json
 import pytest
 
 from golden_plans import CASES, FOLDER, FULL, digests, plan
-from kvferry.layout.presets import presets
+from kvferry.layout.hf import presets
 
 KEPT = json.loads((FOLDER / "digests.json").read_text())
 

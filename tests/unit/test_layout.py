@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
 from kvferry.layout import ORDERS, shard
-from kvferry.layout.hf import model_from_config
+from kvferry.layout.hf import load_model, model_from_config, presets
 from kvferry.layout.placement import Region, TransferRegion
-from kvferry.layout.presets import load_model, presets
 from kvferry.layout.shape import even_stages
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 

@@ -15,8 +15,7 @@ from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, Settings
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
-from kvferry.layout.hf import model_from_config
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model, model_from_config
 from kvferry.layout.shape import EngineShape
 from kvferry.net.rpc import Sockets
 from kvferry.units import parse_link

@@ -135,10 +135,14 @@ def wanted(*sizes: int) -> list[Slices]:
 def test_reads_are_cut_to_the_buffer_of_the_disk_tier() -> None:
     """Each object takes its size, up to whole blocks of 4 KiB, and two such blocks more."""
     objects = wanted(4096, 4097, 8192, 100_000, 1)
-    assert portions(objects, 0) == [(0, 5)] and portions([], 1 << 20) == []
-    assert portions(objects, 3 * 4096) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    assert portions(objects, (3 + 4) * 4096) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert portions(objects, 1 << 20) == [(0, 5)]
+
+    def bounds(most_bytes: int) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in portions(objects, most_bytes)]
+
+    assert bounds(0) == [(0, 5)] and portions([], 1 << 20) == []
+    assert bounds(3 * 4096) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert bounds((3 + 4) * 4096) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert bounds(1 << 20) == [(0, 5)]
 
 
 class Client:

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvferry.cli.plan import PLACEHOLDER, plan_page
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import PlanReport, report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -14,7 +15,7 @@ import pytest
 
 from kvferry import Bound, CacheModel, Copies, EngineShape, RankLayout, bind, plan_pair
 from kvferry.errors import CoverError
-from kvferry.layout.presets import load_model, presets
+from kvferry.layout.hf import load_model, presets
 from kvferry.plan import everything_plan, uncovered
 from kvferry.plan.assign import meet
 from kvferry.plan.cover import require_exact_cover
@@ -209,7 +210,7 @@ class TestAgreement:
     PROGRAM = """
 import sys
 from kvferry import EngineShape, RankLayout, plan_pair
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.plan.report import digest
 model = load_model("granite-4.0-h-small")
 src, dst = EngineShape.parse(sys.argv[1]), EngineShape.parse(sys.argv[2])
@@ -228,7 +229,7 @@ for edge in pair.edges:
                 capture_output=True,
                 text=True,
                 check=True,
-                env={"PYTHONHASHSEED": seed},
+                env={**os.environ, "PYTHONHASHSEED": seed},
                 timeout=60,
             ).stdout
             for seed in ("0", "1")

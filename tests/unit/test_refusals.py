@@ -26,9 +26,8 @@ from kvferry.errors import (
     IncompatibleError,
     KvferryError,
 )
-from kvferry.layout.hf import model_from_config
+from kvferry.layout.hf import load_model, model_from_config
 from kvferry.layout.placement import Region
-from kvferry.layout.presets import load_model
 from kvferry.layout.tensors import TensorView, layout_from_tensors
 
 

@@ -19,7 +19,7 @@ from kvferry.errors import (
     ProtocolError,
 )
 from kvferry.handover.describe import engine_info, rank_info, read_layout, read_shape
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.net.messages import (
     Claimed,
     PartInfo,

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.errors import IncompatibleError, TopologyError
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.topology import EngineTransferInfo, TransferTopology
 
 

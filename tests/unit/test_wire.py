@@ -21,7 +21,7 @@ from kvferry.handover.describe import (
     require_same_meaning,
 )
 from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 from kvferry.net import messages
 from kvferry.net.messages import (
     MAX_REPLY_BYTES,
@@ -342,7 +342,7 @@ import sys, threading
 sys.setswitchinterval(1e-6)
 from kvferry.layout.shape import EngineShape
 from kvferry.handover.describe import engine_info, read_shape
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 info = engine_info("p", "i", load_model("llama-3.1-8b"), EngineShape(tp=2), {})
 start = threading.Barrier(32)
 found = []

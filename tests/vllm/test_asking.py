@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
-    import kvferry.vllm  # noqa: F401
+    import kvferry.vllm.connector  # noqa: F401
 
 from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
 from kvferry.handover.ticket import MARK, Ticket

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from benchmarks.plan import measure
 from kvferry.bench.plan import CASES
-from kvferry.layout.presets import load_model
+from kvferry.layout.hf import load_model
 
 
 @pytest.mark.parametrize("name", ["scattered-2048", "contiguous-same-shape", "contiguous"])

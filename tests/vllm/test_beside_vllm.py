@@ -355,7 +355,7 @@ def test_windows_keep_what_vllm_keeps() -> None:
 def test_state_shapes_are_vllms() -> None:
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
-    from kvferry.layout.presets import load_model
+    from kvferry.layout.hf import load_model
 
     cases = {
         "granite-4.0-h-small": lambda tp: MambaStateShapeCalculator.mamba2_state_shape(

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
-    import kvferry.vllm  # noqa: F401
+    import kvferry.vllm.connector  # noqa: F401
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory

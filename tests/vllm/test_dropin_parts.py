@@ -27,7 +27,7 @@ with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
     from vllm.config import KVTransferConfig, set_current_vllm_config
 
-    import kvferry.vllm  # noqa: F401
+    import kvferry.vllm.connector  # noqa: F401
 
 from kvferry.errors import (
     AuthenticationError,

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
-    import kvferry.vllm
+    import kvferry.vllm.connector
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.metrics import (

@@ -19,7 +19,7 @@ pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     reason="this tier runs in the environment with vLLM",
 )
-pytest.importorskip("kvferry.vllm")
+pytest.importorskip("kvferry.vllm.connector")
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip(
     "vllm.v1.core.sched.scheduler", reason="this tier runs in the environment with vLLM"
 )
-pytest.importorskip("kvferry.vllm")
+pytest.importorskip("kvferry.vllm.connector")
 
 from vllm.lora.request import LoRARequest
 

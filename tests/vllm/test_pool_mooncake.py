@@ -12,8 +12,7 @@ pytest.importorskip("mooncake", reason="this tier runs in the environment with M
 
 from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.scheduler import PoolLimits
-from kvferry.verify.case import CaseDict
-from kvferry.verify.oracle import Oracle
+from kvferry.verify.oracle import CaseDict, Oracle
 from mooncake_master import Master
 from pool_cases import pool_case
 from pool_engine import SmallEngine

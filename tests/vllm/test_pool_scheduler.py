@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip(
     "vllm.v1.core.sched.scheduler", reason="this tier runs in the environment with vLLM"
 )
-pytest.importorskip("kvferry.vllm")
+pytest.importorskip("kvferry.vllm.connector")
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch warns of itself
     warnings.simplefilter("ignore")
-    import kvferry.vllm
+    import kvferry.vllm.connector
 
 from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError, HandoverError

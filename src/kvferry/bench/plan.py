@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from kvferry.layout.hf import load_model
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
-from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.carriers.base import Carrier
 from kvferry.carriers.local import LocalCarrier
@@ -78,9 +78,17 @@ def fastest_first(carriers: Sequence[Carrier]) -> list[Carrier]:
     return sorted(carriers, key=place)
 
 
+class Link(NamedTuple):
+    """A carrier, its connection to a peer, and why it was chosen."""
+
+    carrier: Carrier
+    peer: Any
+    why: str
+
+
 def connect(
     offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float, who: str = "a peer"
-) -> tuple[Carrier, Any]:
+) -> Link:
     """The first of our carriers that the peer has and that reaches it; says which, and why."""
     out: list[str] = []
     held: tuple[Carrier, Any, str] | None = None  # reaches the peer, though not in its own way
@@ -110,11 +118,9 @@ def connect(
                 _let_go((carrier, peer, detour))
             continue
         _let_go(held)
-        _say(who, carrier, out, detour)
-        return carrier, peer
+        return _say(who, carrier, peer, out, detour)
     if held is not None:
-        _say(who, held[0], out, held[2])
-        return held[0], held[1]
+        return _say(who, held[0], held[1], out, held[2])
     raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
 
 
@@ -133,14 +139,11 @@ def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
             log.debug("leaving a peer: %s", text_of(error))
 
 
-def _say(who: str, carrier: Carrier, out: list[str], detour: str) -> None:
-    log.info(
-        "%s: carrier %s: the first that both have and that connects%s; ruled out: %s",
-        who,
-        carrier.name,
-        f" (by tcp: {detour})" if detour else "",
-        "; ".join(out) or "none before it",
-    )
+def _say(who: str, carrier: Carrier, peer: Any, out: list[str], detour: str) -> Link:
+    why = "the first that both have and that connects" + (f" (by tcp: {detour})" if detour else "")
+    why += f"; ruled out: {'; '.join(out) or 'none before it'}"
+    log.info("%s: carrier %s: %s", who, carrier.name, why)
+    return Link(carrier, peer, why)
 
 
 # By name: a class, or its module and name for carriers that need a library of their own.

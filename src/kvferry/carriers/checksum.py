@@ -110,5 +110,6 @@ def _padded(dense: Bytes, length: Ints) -> Words:
     if int(ends[-1]) * WORD_BYTES == int(length.sum()):
         return dense[: int(ends[-1]) * WORD_BYTES].view("<u8")
     padded = np.zeros(int(ends[-1]) * WORD_BYTES, dtype=np.uint8)
-    copy_runs(dense, np.cumsum(length) - length, padded, (ends - counts) * WORD_BYTES, length)
+    begins = dense.ctypes.data + np.cumsum(length) - length
+    copy_runs(begins, padded.ctypes.data + (ends - counts) * WORD_BYTES, length)
     return padded.view("<u8")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import secrets
 import threading
 import time
@@ -23,11 +22,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.carriers import host
 from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
+from kvferry.carriers.host import copy_runs
 from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
-from kvferry.errors import Cancelled, PeerLost, PermissionDenied, TransferError
+from kvferry.errors import Cancelled, PeerLost, TransferError
 
 SLICE_BYTES = 32 << 20  # between two looks at cancel and at the peer
 STALL_TICK_SECONDS = 0.005
@@ -174,7 +173,7 @@ class NullCarrier(Carrier):
             for piece in slices(whole, SLICE_BYTES):
                 job.checkpoint()
                 peer.regions()  # still there
-                _copy(piece)
+                copy_runs(piece.src, piece.dst, piece.length)
         if flip is not None:
             ctypes.c_uint8.from_address(int(flip)).value ^= 1
 
@@ -184,14 +183,3 @@ def _stall(job: Job, seconds: float) -> None:
     while time.monotonic() < until:
         job.checkpoint()
         time.sleep(STALL_TICK_SECONDS)
-
-
-def _copy(copies: Copies) -> None:
-    """The kernel copies within a process as it does between two, checking every address."""
-    try:
-        host.read(os.getpid(), copies.src, copies.dst, copies.length)
-    except PermissionDenied:  # a sandbox without this system call
-        for src, dst, length in zip(
-            copies.src.tolist(), copies.dst.tolist(), copies.length.tolist(), strict=True
-        ):
-            ctypes.memmove(dst, src, length)

@@ -19,7 +19,7 @@ from kvferry.cli.console import (
     refusals,
     say,
 )
-from kvferry.cli.page import Curve, Page, TableSheet, log_plot
+from kvferry.cli.page import Curve, Page, TableSheet, plot
 from kvferry.units import parse_size, show_bytes
 
 if TYPE_CHECKING:
@@ -109,14 +109,16 @@ def plan_page(result: BenchResult) -> Page:
         Curve("arrays", "#0072b2", [(blocks, ms) for blocks, ms, _ in result.curve]),
         Curve("strided runs", "#d55e00", [(blocks, ms) for blocks, _, ms in result.curve]),
     ]
-    plot = log_plot(curves, "blocks of the request", "milliseconds")
+    cost = plot(
+        curves, "blocks of the request", "milliseconds", "{:,.0f}".format, log_x=True, log_y=True
+    )
     return Page(
         "kvferry bench plan",
         "Planning",
         "80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.",
         [TableSheet("Cases", list(shown), list(zip(*shown.values(), strict=True)))],
         _plan_notes(result),
-        [("Cost by number of blocks", plot)],
+        [("Cost by number of blocks", cost)],
     )
 
 
@@ -232,6 +234,7 @@ def _transport_plots(result: TransportResult) -> list[tuple[str, str]]:
             if row.op == op:
                 points.setdefault(row.carrier, []).append((row.descriptor_bytes, row.gb_s))
         curves = [Curve(name, COLOURS[name], found) for name, found in points.items()]
-        plot = log_plot([*curves, *limits], "bytes of a descriptor", "GB/s", show_bytes)
-        plots.append((f"{op.capitalize()}s", plot))
+        drawn = [*curves, *limits]
+        rates = plot(drawn, "bytes of a descriptor", "GB/s", show_bytes, log_x=True, log_y=True)
+        plots.append((f"{op.capitalize()}s", rates))
     return plots

@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -18,9 +14,7 @@ from rich.markup import escape
 from kvferry import SUPPORTED_VLLM
 from kvferry.cli.console import Json, print_json
 from kvferry.errors import KvferryError
-from kvferry.layout.presets import load_model
-
-_PACKAGE = "kvferry.vllm"
+from kvferry.layout.hf import load_model
 
 
 def check(
@@ -32,8 +26,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Show all that an engine would refuse, before it starts; exit with status 1 if anything."""
-    with _without_vllm():
-        from kvferry.vllm.check import notes, refusals
+    from kvferry.vllm.check import notes, refusals
+
     found: list[str] = []
     said: list[str] = []
     try:
@@ -70,19 +64,3 @@ def _print(found: list[str], said: list[str]) -> None:
     if not found:
         versions = ", ".join(f"{version}x" for version in SUPPORTED_VLLM)
         console.print(f"[green]ok[/]       for vLLM {versions}", highlight=False)
-
-
-@contextmanager
-def _without_vllm() -> Iterator[None]:
-    """Import modules of `kvferry.vllm` without the package itself, which imports vLLM. That takes
-    seconds, and vLLM may be missing where an operator checks a configuration."""
-    if _PACKAGE in sys.modules:
-        yield
-        return
-    package = ModuleType(_PACKAGE)
-    package.__path__ = [str(Path(__file__).parent.parent / "vllm")]
-    sys.modules[_PACKAGE] = package
-    try:
-        yield
-    finally:
-        del sys.modules[_PACKAGE]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark's result as tables on a terminal, and as a self-contained HTML page with plots."""
+"""A result as tables on a terminal, and as a self-contained HTML page with plots.
+
+Plots are SVG inside the page, and their words follow the reader's light or dark theme.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from kvferry.cli.console import table
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
+TICKS = 5  # about so many on an axis that is not logarithmic
+MOST_DOTS = 20  # points of a line; with more, they are not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +92,44 @@ class Curve:
     dash: str = ""  # an SVG dash pattern; such a line is a limit, drawn without points
 
 
-def log_plot(
+def plot(
     series: Sequence[Curve],
     x_title: str,
     y_title: str,
-    x_label: Callable[[float], str] = "{:,.0f}".format,
+    x_label: Callable[[float], str] = "{:g}".format,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
-    """Lines on two logarithmic axes, as SVG."""
+    """Lines, as SVG. A logarithmic x axis names the values of the points."""
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
-    x_low, x_high = math.log2(min(xs)), math.log2(max(xs))
-    y_low, y_high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
+    x_ticks = sorted(set(xs)) if log_x else _ticks(min(xs), max(xs))
+    y_ticks = _decades(min(ys), max(ys)) if log_y else _ticks(0.0, max(ys))
+
+    def share(value: float, ticks: Sequence[float], log: bool) -> float:
+        low, high = ticks[0], ticks[-1]
+        if log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return (value - low) / ((high - low) or 1)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        right = (math.log2(x) - x_low) / ((x_high - x_low) or 1)
-        up = (math.log10(y) - y_low) / ((y_high - y_low) or 1)
         return (
-            MARGIN + right * (WIDTH - 2 * MARGIN),
-            HEIGHT - MARGIN - up * (HEIGHT - 2 * MARGIN),
+            MARGIN + share(x, x_ticks, log_x) * (WIDTH - 2 * MARGIN),
+            HEIGHT - MARGIN - share(y, y_ticks, log_y) * (HEIGHT - 2 * MARGIN),
         )
 
-    def text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
-        look = f' style="{style}"' if style else ""
-        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"{look}>{escape(words)}</text>'
+    def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>'
 
-    parts = [
-        text(place(x, 10.0**y_low)[0], HEIGHT - MARGIN + 18, x_label(x)) for x in sorted(set(xs))
-    ]
-    for power in range(y_low, y_high + 1):
-        _, at = place(min(xs), 10.0**power)
+    parts = [text(place(x, y_ticks[0])[0], HEIGHT - MARGIN + 18, x_label(x)) for x in x_ticks]
+    for y in y_ticks:
+        _, at = place(x_ticks[0], y)
         parts.append(
             f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{at:.0f}" y2="{at:.0f}" '
             'stroke="currentColor" stroke-opacity=".15"/>'
         )
-        parts.append(text(MARGIN - 8, at + 4, f"{10.0**power:g}", "end"))
+        parts.append(text(MARGIN - 8, at + 4, f"{y:g}", "end"))
     for index, line in enumerate(series):
         placed = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
@@ -131,7 +140,7 @@ def log_plot(
             look += ' stroke-width="2.5"'
             parts += [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>'
-                for x, y in placed
+                for x, y in (placed if len(placed) <= MOST_DOTS else ())
             ]
         parts.append(f'<polyline points="{path}" {look}/>')
         left, at = WIDTH - MARGIN + 16, MARGIN + 20 * index
@@ -143,3 +152,17 @@ def log_plot(
         f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
         f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers that cover the range."""
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / TICKS))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k * TICKS >= span)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(at * step, 10) for at in range(first, last + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return [10.0**power for power in range(first, max(last, first + 1) + 1)]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
-from kvferry.layout.presets import load_model, presets
+from kvferry.layout.hf import load_model, presets
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import EdgeReport, PlanReport, report
 from kvferry.units import parse_link, show_bytes, show_seconds

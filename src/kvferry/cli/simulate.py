@@ -4,21 +4,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 import typer
 from rich.console import Console
 
 from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
+from kvferry.cli.page import Curve, Page, TableSheet, plot
 from kvferry.errors import DescriptionError
 from kvferry.simulate.engine import MEASURED, EngineRates, read_rates
-from kvferry.simulate.page import HEAD, Run, html_page, row
 from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, SimulationResult
 from kvferry.simulate.run import simulate as run_one
 from kvferry.simulate.trace import Trace, read_trace
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of policies
+HEAD = (
+    *("policy", "load", "req/s", "hit %", "first s p50", "p90", "p99"),
+    *("token ms p50", "p99", "good %", "good/s"),
+)
+FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
+USE_HEAD = ("policy", "load", "engine", "busy", "requests", "tokens computed")
+
+
+class Run(NamedTuple):
+    """A result, and how many times faster than the trace its requests came."""
+
+    speed: float
+    result: SimulationResult
 
 
 def simulate(
@@ -71,14 +87,15 @@ def simulate(
                 runs.append(Run(times, run_one(faster, plan)))
         about = _about(read, shape, costs, blocks, pool_blocks, first_token_ms, token_ms)
         if html is not None:
-            keep_page(html, html_page(f"{trace.name} on {shape} engines", about, runs), "page")
+            page = result_page(f"{trace.name} on {shape} engines", about, runs)
+            keep_page(html, page.html(), "page")
     if as_json:
         print_json({"about": about, "runs": [_as_json(run) for run in runs]})
         return
     console = Console()
     for line in about:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(table(HEAD, [row(run) for run in runs]))
+    console.print(table(HEAD, [_row(run) for run in runs]))
     real = sum(run.result.real_seconds for run in runs)
     count = sum(run.result.requests for run in runs)
     console.print(f"{count:,} requests in {real:.1f} s", highlight=False)
@@ -127,3 +144,74 @@ def _as_json(run: Run) -> dict[str, Any]:
     if math.isnan(result.expected_error):
         fields["expected_error"] = None
     return cast(dict[str, Any], msgspec.to_builtins(fields))
+
+
+def result_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> Page:
+    """Plots by load, distributions, and tables of every figure."""
+
+    def by_load(y_title: str, of: Callable[[SimulationResult], float], log: bool = False) -> str:
+        points: dict[str, list[tuple[float, float]]] = {run.result.policy: [] for run in runs}
+        for _, result in sorted(runs, key=lambda run: run.speed):
+            points[result.policy].append((result.offered_per_second, of(result)))
+        return plot(_curves(points), "requests a second", y_title, log_y=log)
+
+    plots = [
+        ("First token, 90th percentile", by_load("s", lambda r: r.first_token.p90, True)),
+        ("Prompt tokens from a cache", by_load("%", lambda r: 100 * r.hit_rate)),
+        ("Good requests", by_load("%", lambda r: 100 * r.good_share)),
+    ]
+    for speed in sorted({run.speed for run in runs}):
+        results = [run.result for run in runs if run.speed == speed]
+        points: dict[str, list[tuple[float, float]]] = {
+            r.policy: [
+                (100 * at / (len(r.first_tokens) - 1), seconds)
+                for at, seconds in enumerate(r.first_tokens)
+            ]
+            for r in results
+        }
+        heading = f"First token at {results[0].offered_per_second:.1f} requests a second"
+        drawn = plot(_curves(points), "% of requests at or below", "s", log_y=True)
+        plots.append((heading, drawn))
+    sheets = [
+        TableSheet("Results", FULL_HEAD, [_full_row(run) for run in runs]),
+        TableSheet("Engines", USE_HEAD, [cells for run in runs for cells in _uses(run)]),
+    ]
+    return Page(title, title, " ".join(about), sheets, (), plots)
+
+
+def _curves(points: dict[str, list[tuple[float, float]]]) -> list[Curve]:
+    return [
+        Curve(name, colour, found)
+        for (name, found), colour in zip(points.items(), COLOURS, strict=False)
+    ]
+
+
+def _row(run: Run) -> list[str]:
+    """The cells of `HEAD`."""
+    speed, result = run
+    first, token = result.first_token, result.token
+    return [
+        result.policy,
+        f"{speed:g}",
+        f"{result.offered_per_second:.2f}",
+        f"{100 * result.hit_rate:.1f}",
+        *(f"{seconds:.3g}" for seconds in (first.p50, first.p90, first.p99)),
+        *(f"{1000 * seconds:.1f}" for seconds in (token.p50, token.p99)),
+        f"{100 * result.good_share:.1f}",
+        f"{result.good_per_second:.2f}",
+    ]
+
+
+def _full_row(run: Run) -> list[str]:
+    result = run.result
+    served = max(1, result.requests - result.refused)
+    handed_over = f"{100 * result.handed_over / served:.0f}"
+    return [*_row(run), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]
+
+
+def _uses(run: Run) -> list[list[str]]:
+    head = [run.result.policy, f"{run.speed:g}"]
+    return [
+        [*head, use.name, f"{use.busy_share:.0%}", f"{use.requests:,}", f"{use.computed_tokens:,}"]
+        for use in run.result.uses
+    ]

@@ -16,15 +16,13 @@ while consumers load, because reading is one-sided.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from logging.handlers import BufferingHandler
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from typing import Any
@@ -66,8 +64,6 @@ PAGE_BYTES = 4096
 MAP_NORESERVE = 0x4000  # because unused blocks are never touched
 LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
 LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
-MOST_LOG_LINES = 1 << 16
-CARRIER_LINE = ": carrier "  # in the log line about the carrier to a source
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -83,10 +79,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class RankMoved:
-    """What a consumer rank loaded, and its log lines about the carrier to each source."""
+    """What a consumer rank loaded, and the carrier to each source, with its reason."""
 
     stats: ConsumerStats
-    links: tuple[str, ...]
+    links: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,21 +292,18 @@ class DecodeRank(DemoRank):
 
     def load(self, tickets: list[dict[str, Any]]) -> RankMoved:
         """Load one request after the other. Tickets come as a router's request parameters."""
-        with _log_lines() as heard:
-            for request, params in zip(self.work.requests, tickets, strict=True):
-                ticket = Ticket.from_params(params)
-                tables = tuple(tuple(ids.tolist()) for ids in self.engine.tables[request.number])
-                load = Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
-                self.consumer.start(load)
-                while not (done := self.consumer.take_done()):
-                    self.wakeup.wait(1.0)
-                (loaded,) = done
-                if not loaded.ok:
-                    raise TransferError(f"request {request.number}: {loaded.error}")
-                self.report(loaded.bytes)
-        said = [record.getMessage() for record in heard if record.levelno == logging.INFO]
-        links = tuple(line for line in said if CARRIER_LINE in line)
-        return RankMoved(self.consumer.stats(), links)
+        for request, params in zip(self.work.requests, tickets, strict=True):
+            ticket = Ticket.from_params(params)
+            tables = tuple(tuple(ids.tolist()) for ids in self.engine.tables[request.number])
+            load = Load(ticket.request_id, ticket, tables, request.skip, LOAD_SECONDS)
+            self.consumer.start(load)
+            while not (done := self.consumer.take_done()):
+                self.wakeup.wait(1.0)
+            (loaded,) = done
+            if not loaded.ok:
+                raise TransferError(f"request {request.number}: {loaded.error}")
+            self.report(loaded.bytes)
+        return RankMoved(self.consumer.stats(), self.consumer.links)
 
     def check(self) -> Checked:
         work = self.work
@@ -341,16 +334,3 @@ class DecodeRank(DemoRank):
     def close(self) -> None:
         self.consumer.close()
         super().close()
-
-
-@contextmanager
-def _log_lines() -> Iterator[list[logging.LogRecord]]:
-    """Collect log lines: the choice of a carrier, and its reason, is only in the log."""
-    heard, level = BufferingHandler(MOST_LOG_LINES), auto.log.level
-    auto.log.addHandler(heard)
-    auto.log.setLevel(logging.INFO)
-    try:
-        yield heard.buffer
-    finally:
-        auto.log.removeHandler(heard)
-        auto.log.setLevel(level)

@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
 from kvferry.demo.rank import (
-    CARRIER_LINE,
     LOOPBACK,
     Checked,
     DecodeRank,
@@ -197,12 +196,10 @@ def run_demo(
     )
 
 
-def _reached(transport: str, links: Sequence[str]) -> tuple[str, str]:
-    """The carriers that moved bytes, and the reason for each, from the first log line about it."""
+def _reached(transport: str, links: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """The carriers that moved bytes, and the reason for each."""
     ways: dict[str, str] = {}
-    for link in links:
-        words = link.partition(CARRIER_LINE)[2]
-        name, _, why = words.partition(": ")
+    for name, why in links:
         ways.setdefault(f"{name}, by tcp" if "(by tcp: " in why else name, why)
     reasons = list(ways.values())
     if transport == AUTO:

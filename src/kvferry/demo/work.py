@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvferry.demo.cache import Extent, block_span, destination_extent, is_single, source_extent
 from kvferry.errors import DescriptionError
+from kvferry.layout.hf import load_model
 from kvferry.layout.model import CacheModel, Component, Group, Residency
-from kvferry.layout.presets import load_model
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.pair import plan_pair
 from kvferry.plan.report import needed_bytes

@@ -33,7 +33,7 @@ from kvferry.carriers.base import (
     slices,
 )
 from kvferry.carriers.checksum import is_mixing, mix_on_host
-from kvferry.copies import Copies
+from kvferry.copies import Copies, table_of
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
 from kvferry.net.messages import MOST_RUNS, RUN_BYTES
@@ -106,19 +106,11 @@ def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Copies]:
         yield from slices(mine, algorithm.slice_bytes)
 
 
-def encode_runs(address: Ints, length: Ints) -> bytes:
-    table = np.empty((len(address), 2), dtype="<i8")
-    table[:, 0] = address
-    table[:, 1] = length
-    return table.tobytes()
-
-
 def decode_runs(raw: bytes, algorithm: Algorithm = XXH3) -> tuple[Ints, Ints]:
     """A table that a peer sent. `Memory.gather` checks later that the runs are registered."""
     if len(raw) % RUN_BYTES or not raw:
         raise ProtocolError(f"{len(raw)} bytes are not a table of runs")
-    table = np.frombuffer(raw, dtype="<i8").reshape(-1, 2).astype(np.int64)
-    address, length = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+    address, length = table_of(raw)
     most = algorithm.slice_bytes
     if int(length.min()) <= 0 or int(length.max()) > most:
         raise ProtocolError("a run is empty, negative or too long")

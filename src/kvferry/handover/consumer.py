@@ -153,6 +153,13 @@ class ConsumerRank:
         """Whether a load is under way."""
         return bool(self._running)
 
+    @property
+    def links(self) -> list[tuple[str, str]]:
+        """The carriers to all sources that this rank has met, each with the reason for it."""
+        met = [known.remote.result() for known in self._peers.engines.values() if known.met]
+        sources = [source for remote in met for source in remote.sources]
+        return [(s.carrier.name, s.why) for s in sources if s.carrier is not None]
+
     def stats(self) -> ConsumerStats:
         """Counts of loads. Safe from any thread."""
         return self._tally.snapshot()

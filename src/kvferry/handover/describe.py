@@ -172,19 +172,13 @@ def rank_info(
     )
 
 
-def read_layout(info: RankInfo, shape: EngineShape) -> tuple[RankLayout, list[int]]:
-    """A running rank's layout and the addresses of its regions, which hold all of its blocks."""
-    return _read_layout(info, shape, whole=True)
-
-
-def read_object_layout(info: RankInfo, shape: EngineShape) -> RankLayout:
-    """The layout of a pool's objects: one region per table, with the room of one object."""
-    return _read_layout(info, shape, whole=False)[0]
-
-
-def _read_layout(
-    info: RankInfo, shape: EngineShape, *, whole: bool
+def read_layout(
+    info: RankInfo, shape: EngineShape, *, whole: bool = True
 ) -> tuple[RankLayout, list[int]]:
+    """A running rank's layout and the addresses of its regions, which hold all of its blocks.
+
+    Not whole: the layout of a pool's objects, one region per table, with the room of one object.
+    """
     rank = Rank(info.pp_rank, info.tp_rank)
     bases = [region.address for region in info.regions]
     try:

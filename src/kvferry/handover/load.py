@@ -52,7 +52,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvferry.carriers.base import Memory, Transfer, is_granting
-from kvferry.copies import Copies
+from kvferry.copies import Copies, table_bytes
 from kvferry.errors import (
     Cancelled,
     ChecksumError,
@@ -61,7 +61,7 @@ from kvferry.errors import (
     KvferryError,
     StaleTicket,
 )
-from kvferry.handover.checksum import common, digest, encode_runs, parts
+from kvferry.handover.checksum import common, digest, parts
 from kvferry.handover.deadline import (
     Clock,
     Deadline,
@@ -668,7 +668,7 @@ def require_equal(client: HoldClient, bound: Mapping[Source, Bound], memory: Mem
             if part is None:
                 del left[source]
                 continue
-            runs = encode_runs(part.src, part.length)
+            runs = table_bytes(part.src, part.length)
             hold_id, algorithm = client.ticket.hold_id, by[source].name
             question = Sum(VERSION, source.incarnation, hold_id, runs, algorithm)
             asked.append((source, part, client.call(source, question)))

@@ -98,6 +98,7 @@ class Source:
     bases: tuple[int, ...]
     carrier: Carrier | None
     peer: Any
+    why: str  # that carrier
     sums: tuple[str, ...]  # checksum algorithms that it offers
 
     def __str__(self) -> str:
@@ -270,7 +271,7 @@ class Peers:
 
     def _make_known(self, known: Known, key: PeerKey, watch: Deadline, seconds: float) -> None:
         try:
-            reply = self._ask_directory(key.directory, watch, seconds)
+            reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
             deadline = min(watch.deadline, time.monotonic() + seconds)
             remote = self.plan_with(reply, key, deadline, known.name)
         except BaseException as error:
@@ -285,18 +286,6 @@ class Peers:
         for old in over:
             old.disconnect()
         known.remote.set_result(remote)
-
-    def _ask_directory(self, directory: str, watch: Deadline, seconds: float) -> ReplyBody:
-        """The directory's answer. Ask again while the engine's workers are starting."""
-        hello = Hello(VERSION, self.engine)
-        last = min(watch.deadline, time.monotonic() + STARTING * seconds)
-        while True:
-            now = time.monotonic()
-            brief = Deadline(min(watch.deadline, now + seconds), watch.given_up)
-            reply = brief.result(self.caller.call(directory, hello, brief.deadline))
-            if not _is_starting(reply) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
-                return reply
-            watch.pause(ASK_AGAIN_SECONDS)
 
     def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float, name: str) -> Remote:
         """Turn a directory's answer into plans and connections, or raise the reason against it.
@@ -343,7 +332,7 @@ class Peers:
         self, name: str, info: RankInfo, shape: EngineShape, readers: int, deadline: float
     ) -> Source:
         rank, ours = Rank(info.pp_rank, info.tp_rank), self.layout.rank
-        plan, carrier, peer = None, None, None
+        plan, carrier, peer, why = None, None, None, ""
         bases: list[int] = []
         if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
@@ -351,7 +340,7 @@ class Peers:
             pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"
-            carrier, peer = connect(info.carriers, self.carriers, deadline, who)
+            carrier, peer, why = connect(info.carriers, self.carriers, deadline, who)
         return Source(
             rank,
             info.address,
@@ -361,8 +350,23 @@ class Peers:
             tuple(bases),
             carrier,
             peer,
+            why,
             info.sums,
         )
+
+
+def ask_directory(
+    caller: Caller, directory: str, engine: EngineInfo, watch: Deadline, seconds: float
+) -> ReplyBody:
+    """The directory's answer to our hello. Ask again while the engine's workers are starting."""
+    last = min(watch.deadline, time.monotonic() + STARTING * seconds)
+    while True:
+        now = time.monotonic()
+        brief = Deadline(min(watch.deadline, now + seconds), watch.given_up)
+        reply = brief.result(caller.call(directory, Hello(VERSION, engine), brief.deadline))
+        if not _is_starting(reply) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
+            return reply
+        watch.pause(ASK_AGAIN_SECONDS)
 
 
 def require_welcome(reply: ReplyBody, key: PeerKey) -> Welcome:

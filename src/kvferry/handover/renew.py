@@ -17,14 +17,14 @@ Early tickets. If both engines get a request at the same time, its hold may not 
 renewer then asks the producer's first rank often (`watch(early=True)`), and `arrived` tells the
 scheduler when to reserve blocks: not before the prompt is computed.
 
-    early --open at the first rank--------------> watched
+    early --open at a rank----------------------> watched
     early --closed, engine restarted or silent--> gone
 
 The renewer never fails a load. A hold without renewals expires at the producer, and the load then
 fails there. When this engine dies, its renewals stop, and its holds expire.
 
-A silent producer delays the renewals of others by two calls at most, and early tickets of others
-not at all. Directories that have not answered yet are asked a few at a time.
+Each engine has its own times, and the thread waits for no answer. So a silent producer delays no
+other one. Directories that have not answered yet are asked a few at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,7 +53,7 @@ DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / RENEWALS
 CALL_SECONDS = 5.0
 FIRST_RENEWAL = 1 / 8  # of the interval, after a new ticket
 MOST_FAILURES = 3  # in a row; then the producer counts as dead
-MOST_HELLOS = 64  # directories asked in one round: each needs sockets, and some may be silent
+MOST_HELLOS = 64  # directories asked at once: each needs sockets, and some may be silent
 MOST_HOLDS_PER_CALL = 4096  # ids of 32 characters, far below the size limit of a message
 CLOSE_SECONDS = 5.0
 EARLY_SECONDS = 0.01  # between two questions about holds that have not arrived, to one engine
@@ -73,16 +72,25 @@ class _Address:
 class _Engine:
     """A producer engine."""
 
+    renew_at: float  # when its holds are next renewed
     holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
-    ranks: list[_Address] = field(default_factory=list)  # empty: ask the directory
-    failures: int = 0
     early: set[str] = field(default_factory=set)  # holds that have not arrived
-    asking: bool = False  # a question about them is under way
-    ask_at: float = 0.0  # when the next is due
+    early_at: float = 0.0  # when it is next asked about them
+    ranks: list[_Address] = field(default_factory=list)  # empty: ask the directory
+    calls: int = 0  # to its ranks, under way
+    error: KvferryError | None = None  # of one of these
+    failures: int = 0
 
     @property
     def asked(self) -> bool:
         return self.failures < MOST_FAILURES
+
+    @property
+    def due(self) -> float:
+        """When it is to be asked; not before it has answered."""
+        if self.calls or not self.asked:
+            return math.inf
+        return min(self.renew_at, self.early_at) if self.early else self.renew_at
 
 
 class Renewer:
@@ -101,8 +109,8 @@ class Renewer:
         self._interval_seconds, self._call_seconds = interval_seconds, call_seconds
         self._engines: dict[PeerKey, _Engine] = {}
         self._of_hold: dict[str, PeerKey] = {}
+        self._asking: set[str] = set()  # directories
         self._condition = threading.Condition()
-        self._due = time.monotonic()  # time of the next round
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
@@ -115,17 +123,15 @@ class Renewer:
                 return
             self._drop(ticket.hold_id)
             self._of_hold[ticket.hold_id] = key
-            engine = self._engines.setdefault(key, _Engine())
+            soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
+            engine = self._engines.setdefault(key, _Engine(soon))
+            engine.renew_at = min(engine.renew_at, soon)
             engine.holds[ticket.hold_id] = set()
             if not engine.asked:
                 engine.failures = MOST_FAILURES - 1  # one more try
             if early:
                 engine.early.add(ticket.hold_id)
-                self._condition.notify()
-            soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
-            if soon < self._due:
-                self._due = soon
-                self._condition.notify()
+            self._condition.notify()
 
     def drop(self, hold_id: str) -> None:
         """Stop renewing a hold. An unknown hold is no error."""
@@ -172,151 +178,88 @@ class Renewer:
                     self._condition.wait(left if left < math.inf else None)
                 if self._stopped:
                     return
-                due = self._due <= time.monotonic()
-                if due:
-                    self._due = time.monotonic() + self._interval_seconds
-                engines = {k: e for k, e in self._engines.items() if e.asked}
-            try:
-                self._ask_early()
-                if due:
-                    self._round(engines)
-            except Exception:
-                log.exception("kvferry's renewer goes on after an error")
+                questions = self._questions(time.monotonic())
+            for address, body, told in questions:
+                until = time.monotonic() + self._call_seconds
+                self._caller.call(address, body, until).add_done_callback(told)
 
-    def _round(self, engines: dict[PeerKey, _Engine]) -> None:
-        """Renew at all known ranks, and ask directories for the ranks of other engines."""
-        known = {key: engine for key, engine in engines.items() if engine.ranks}
-        unknown = {key: engine for key, engine in engines.items() if not engine.ranks}
-        renewals = self._renew(known)
-        hellos = {where: self._call(where, self._hello) for where in _some(unknown)}
-        fresh = {key: engine for key, engine in unknown.items() if key.directory in hellos}
-        self._wait(hellos.values())
-        for key in fresh:
+    def _next(self) -> float:
+        return min((self._due(*one) for one in self._engines.items()), default=math.inf)
+
+    def _due(self, key: PeerKey, engine: _Engine) -> float:
+        waits = key.directory in self._asking or len(self._asking) >= MOST_HELLOS
+        return math.inf if waits and not engine.ranks else engine.due
+
+    def _questions(self, now: float) -> list[tuple[str, Hello | Renew, _Told]]:
+        """What is to be asked now, and what to do with each answer."""
+        due = {key: e for key, e in self._engines.items() if self._due(key, e) <= now}
+        questions: list[tuple[str, Hello | Renew, _Told]] = []
+        for key, engine in due.items():
+            if not engine.ranks:
+                continue
+            asked = [(engine.ranks[0], list(engine.early)[:MOST_HOLDS_PER_CALL])]
+            if engine.renew_at <= now:
+                engine.renew_at = now + self._interval_seconds
+                asked = [(rank, holds) for rank in engine.ranks for holds in _open_at(engine, rank)]
+            engine.calls = len(asked)
+            for rank, holds in asked:
+                body = Renew(VERSION, rank.incarnation, holds)
+                questions.append((rank.address, body, partial(self._renewed, key, engine, rank)))
+        unknown = {key: engine for key, engine in due.items() if not engine.ranks}
+        for directory in _in_turn(unknown)[: MOST_HELLOS - len(self._asking)]:
+            self._asking.add(directory)
+            questions.append((directory, self._hello, partial(self._welcomed, directory)))
+        return questions
+
+    # Called by the caller's thread
+
+    def _welcomed(self, directory: str, call: Future[ReplyBody]) -> None:
+        with self._condition:
+            self._asking.discard(directory)
+            for key, engine in list(self._engines.items()):
+                if key.directory != directory or engine.ranks or not engine.asked:
+                    continue
+                try:
+                    engine.ranks = _ranks(key, call.result())
+                    engine.renew_at = time.monotonic()
+                except (StaleTicket, IncompatibleError) as error:
+                    self._forget(key, str(error))
+                except KvferryError as error:
+                    self._failed(key, engine, error)
+            self._condition.notify()
+
+    def _renewed(
+        self, key: PeerKey, engine: _Engine, rank: _Address, call: Future[ReplyBody]
+    ) -> None:
+        with self._condition:
             try:
-                fresh[key].ranks = _ranks(key, hellos[key.directory])
-            except (StaleTicket, IncompatibleError) as error:
-                self._forget(key, str(error))
-            except KvferryError as error:
-                self._failed(key, fresh[key], error)
-        renewals += self._renew(fresh)
-        self._wait(call for _, _, call in renewals)
-        errors: dict[PeerKey, KvferryError] = {}
-        for key, rank, call in renewals:
-            try:
-                self._note(key, rank, _renewed(call))
+                self._note(engine, rank, _renewal(call.result()))
             except StaleTicket as error:
                 self._forget(key, str(error))
             except KvferryError as error:
-                errors[key] = error
-        for key in {key for key, _, _ in renewals}:
-            if key in errors:
-                self._failed(key, engines[key], errors[key])
-            else:
-                engines[key].failures = 0
-
-    def _renew(
-        self, engines: dict[PeerKey, _Engine]
-    ) -> list[tuple[PeerKey, _Address, Future[ReplyBody]]]:
-        return [
-            (key, rank, self._call(rank.address, Renew(VERSION, rank.incarnation, holds)))
-            for key, engine in engines.items()
-            for rank in engine.ranks
-            for holds in self._open_at(engine, rank)
-        ]
-
-    def _call(self, address: str, body: Hello | Renew) -> Future[ReplyBody]:
-        return self._caller.call(address, body, time.monotonic() + self._call_seconds)
-
-    def _wait(self, calls: Iterable[Future[ReplyBody]]) -> None:
-        left = set(calls)
-        until = time.monotonic() + self._call_seconds + 1.0  # the calls end earlier themselves
-        while left and (now := time.monotonic()) < until:
-            pause = min(until - now, EARLY_SECONDS)
-            left = wait_all(left, timeout=pause).not_done
-            self._ask_early()
-
-    def _next(self) -> float:
-        return min(self._due, self._early_due())
-
-    def _early_due(self) -> float:
-        """When a producer is to be asked about holds that have not arrived."""
-        waiting = (e.ask_at for e in self._engines.values() if e.early and e.asked and not e.asking)
-        return min(waiting, default=math.inf)
-
-    def _ask_early(self) -> None:
-        """Ask about holds that have not arrived, one question to an engine; wait for none."""
-        now, questions = time.monotonic(), []
-        with self._condition:
-            hellos = sum(e.asking and not e.ranks for e in self._engines.values())
-            for key, engine in self._engines.items():
-                if not engine.early or engine.asking or not engine.asked or engine.ask_at > now:
-                    continue
-                if engine.ranks:
-                    rank, holds = engine.ranks[0], list(engine.early)[:MOST_HOLDS_PER_CALL]
-                    body: Hello | Renew = Renew(VERSION, rank.incarnation, holds)
-                    questions.append((key, engine, rank.address, body))
-                elif hellos < MOST_HELLOS:
-                    hellos += 1
-                    questions.append((key, engine, key.directory, self._hello))
+                engine.error = error
+            engine.calls -= 1
+            if not engine.calls:
+                failed, engine.error = engine.error, None
+                engine.early_at = time.monotonic() + EARLY_SECONDS
+                if failed is None:
+                    engine.failures = 0
                 else:
-                    engine.ask_at = now + FAILED_SECONDS
-                    continue
-                engine.asking = True
-        for key, engine, address, body in questions:
-            call = self._call(address, body)
-            call.add_done_callback(partial(self._told_early, key, engine, body))
+                    self._failed(key, engine, failed)
+            self._condition.notify()
 
-    def _told_early(
-        self, key: PeerKey, engine: _Engine, body: Hello | Renew, call: Future[ReplyBody]
-    ) -> None:
-        """Called by the caller's thread."""
-        pause = EARLY_SECONDS
-        try:
-            if isinstance(body, Renew):
-                self._arrive(key, _renewed(call))
-            else:
-                engine.ranks = _ranks(key, call)
-                pause = 0.0
-            engine.failures = 0
-        except (StaleTicket, IncompatibleError) as error:
-            self._forget(key, str(error))
-        except KvferryError as error:
-            self._failed(key, engine, error)
-            pause = FAILED_SECONDS
-        finally:
-            with self._condition:
-                engine.asking, engine.ask_at = False, time.monotonic() + pause
-                self._condition.notify()
-
-    def _arrive(self, key: PeerKey, renewed: Renewed) -> None:
-        with self._condition:
-            engine = self._engines.get(key)
-            if engine is not None:
-                engine.early.difference_update(renewed.open)
-                for hold in set(renewed.closed) & engine.early:
-                    self._drop(hold)
-
-    def _open_at(self, engine: _Engine, rank: _Address) -> list[list[str]]:
-        with self._condition:
-            holds = [hold for hold, closed in engine.holds.items() if rank not in closed]
-        step = MOST_HOLDS_PER_CALL
-        return [holds[start : start + step] for start in range(0, len(holds), step)]
-
-    def _note(self, key: PeerKey, rank: _Address, renewed: Renewed) -> None:
-        """Note which holds are closed at this rank. Forget those that all ranks have closed."""
-        with self._condition:
-            engine = self._engines.get(key)
-            for hold in renewed.closed if engine is not None else ():
-                if engine is not None and hold in engine.holds:
-                    engine.holds[hold].add(rank)
-                    if engine.holds[hold] >= set(engine.ranks):
-                        self._drop(hold)
+    def _note(self, engine: _Engine, rank: _Address, renewed: Renewed) -> None:
+        """Forget holds that all ranks have closed, or one before they were needed."""
+        engine.early.difference_update(renewed.open)
+        for hold in engine.holds.keys() & set(renewed.closed):
+            engine.holds[hold].add(rank)
+            if hold in engine.early or engine.holds[hold] >= set(engine.ranks):
+                self._drop(hold)
 
     def _forget(self, key: PeerKey, why: str) -> None:
-        with self._condition:
-            holds = list(self._engines[key].holds) if key in self._engines else []
-            for hold in holds:
-                self._drop(hold)
+        holds = list(self._engines[key].holds) if key in self._engines else []
+        for hold in holds:
+            self._drop(hold)
         if holds:
             log.info(
                 "%d holds of engine %r are no longer renewed: %s", len(holds), key.engine_id, why
@@ -325,6 +268,8 @@ class Renewer:
     def _failed(self, key: PeerKey, engine: _Engine, error: KvferryError) -> None:
         engine.failures += 1
         engine.ranks = []  # the ranks may have moved
+        now = time.monotonic()
+        engine.renew_at, engine.early_at = now + self._interval_seconds, now + FAILED_SECONDS
         if not engine.asked:
             log.warning(
                 "engine %r at %s does not answer; its holds are no longer renewed: %s",
@@ -334,8 +279,18 @@ class Renewer:
             )
 
 
-def _some(unknown: dict[PeerKey, _Engine]) -> list[str]:
-    """Directories to ask in this round: those with the fewest failures first, hosts in turn."""
+_Told = Callable[[Future[ReplyBody]], None]
+
+
+def _open_at(engine: _Engine, rank: _Address) -> list[list[str]]:
+    """The holds that this rank has not closed, as many at a time as one question takes."""
+    holds = [hold for hold, closed in engine.holds.items() if rank not in closed]
+    step = MOST_HOLDS_PER_CALL
+    return [holds[start : start + step] for start in range(0, len(holds), step)]
+
+
+def _in_turn(unknown: dict[PeerKey, _Engine]) -> list[str]:
+    """Directories to ask: those with the fewest failures first, hosts in turn."""
     failures = {key.directory: engine.failures for key, engine in unknown.items()}
     turns: Counter[str] = Counter()
     order: list[tuple[int, int, str]] = []
@@ -343,11 +298,10 @@ def _some(unknown: dict[PeerKey, _Engine]) -> list[str]:
         host = directory.rpartition(":")[0]
         order.append((failed, turns[host], directory))
         turns[host] += 1
-    return [directory for *_, directory in sorted(order)[:MOST_HELLOS]]
+    return [directory for *_, directory in sorted(order)]
 
 
-def _ranks(key: PeerKey, call: Future[ReplyBody]) -> list[_Address]:
-    reply = _reply(call)
+def _ranks(key: PeerKey, reply: ReplyBody) -> list[_Address]:
     if isinstance(reply, Refused) and reply.reason == "busy":  # the engine is still starting
         raise HandoverError(reply.message)
     welcome = require_welcome(reply, key)
@@ -356,16 +310,9 @@ def _ranks(key: PeerKey, call: Future[ReplyBody]) -> list[_Address]:
     return [_Address(info.address, info.incarnation) for info in welcome.ranks]
 
 
-def _renewed(call: Future[ReplyBody]) -> Renewed:
-    reply = _reply(call)
+def _renewal(reply: ReplyBody) -> Renewed:
     if isinstance(reply, Refused) and reply.reason == "stale":
         raise StaleTicket(reply.message)
     if not isinstance(reply, Renewed):
         raise HandoverError(f"a renewal was answered with {reply}")
     return reply
-
-
-def _reply(call: Future[ReplyBody]) -> ReplyBody:
-    if not call.done():
-        raise HandoverError("it did not answer in time")
-    return call.result()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's cache from its Hugging Face `config.json`.
+"""A model's cache from its Hugging Face `config.json`, or from a preset of a well-known model.
 
 One function for each family of architectures makes the groups from a `ConfigReader`, whose methods
 describe one kind of layer each. An unknown architecture is refused, never guessed: a wrong
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,30 @@ ELEMENT_BYTES = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """By name, the parts of each model's public configuration that its cache depends on."""
+    text = files("kvferry.layout").joinpath("presets.json").read_text()
+    loaded: dict[str, dict[str, Any]] = json.loads(text)
+    return loaded
+
+
+def load_model(name: str, **options: Any) -> CacheModel:
+    """A preset, or the model at the path of a `config.json` or its folder.
+
+    The options are those of `model_from_config`.
+    """
+    if name in presets():
+        return model_from_config(presets()[name], name=name, **options)
+    path = Path(name)
+    if path.exists():
+        return model_from_config(path, name=path.name.removesuffix(".json"), **options)
+    raise DescriptionError(
+        f"{name!r} is neither a preset nor a path of a config.json; presets are "
+        f"{', '.join(presets())}"
+    )
 
 
 def model_from_config(
@@ -203,28 +229,15 @@ def _mamba(r: ConfigReader) -> list[Group]:
 
 
 def _mamba2(r: ConfigReader) -> list[Group]:
-    return r.mamba2(
-        range(r.layers),
-        heads=r.integer("num_heads"),
-        head_dim=r.integer("head_dim"),
-        groups=r.integer("n_groups"),
-        state=r.integer("state_size"),
-        conv=r.integer("conv_kernel"),
-    )
+    names = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+    return r.mamba2(range(r.layers), *map(r.integer, names))
 
 
 def _nemotron_h(r: ConfigReader) -> list[Group]:
     pattern = str(r.config.get("hybrid_override_pattern", ""))
-    return r.attention(
-        "attention", [i for i, kind in enumerate(pattern) if kind == "*"]
-    ) + r.mamba2(
-        [i for i, kind in enumerate(pattern) if kind == "M"],
-        heads=r.integer("mamba_num_heads"),
-        head_dim=r.integer("mamba_head_dim"),
-        groups=r.integer("n_groups"),
-        state=r.integer("ssm_state_size"),
-        conv=r.integer("conv_kernel"),
-    )
+    attention, mamba = ([i for i, kind in enumerate(pattern) if kind == of] for of in "*M")
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    return r.attention("attention", attention) + r.mamba2(mamba, *map(r.integer, names))
 
 
 def _qwen3_next(r: ConfigReader) -> list[Group]:

@@ -265,16 +265,10 @@ class Introduced(msgspec.Struct, frozen=True, tag="introduced"):
     pass
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """A consumer rank opens blocks to one producer rank, for one hold, until the grant closes."""
+class Offer(Claim, frozen=True, tag="offer"):
+    """A consumer rank opens blocks to one producer rank, for one hold, until the grant closes. Its
+    patience is until the offer ends, waiting or under way."""
 
-    version: int
-    incarnation: Text  # of the producer, from the ticket
-    hold_id: Text
-    digest: Text
-    reader: Reader
-    readers: Readers
-    patience_seconds: float  # until the offer ends, waiting or under way
     carrier: Text
     grant: Grant
     tokens: Count

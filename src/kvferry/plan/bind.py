@@ -296,13 +296,13 @@ class Binder:
             lengths = _constant(int(segments.forms[0, 0]) * runs.entry_bytes, len(src))
         else:
             lengths = segments.forms[:, 0][segments.kinds[which]] * runs.entry_bytes
-        src, dst, lengths = _join(src, dst, lengths)
+        joined = Copies(src, dst, lengths).joined()
         return StridedCopies(
             src_rows=self.src_bases[runs.src_regions] + runs.src_offsets,
             dst_rows=self.dst_bases[runs.dst_regions] + runs.dst_offsets,
-            src_segments=src,
-            dst_segments=dst,
-            lengths=lengths,
+            src_segments=joined.src,
+            dst_segments=joined.dst,
+            lengths=joined.length,
             src_steps=runs.src_steps,
             dst_steps=runs.dst_steps,
         )
@@ -359,17 +359,6 @@ def _constant(value: int, count: int) -> Ints:
     numbers: Ints = np.ndarray((count,), np.int64, np.array([value], dtype=np.int64), 0, (0,))
     numbers.flags.writeable = False
     return numbers
-
-
-def _join(src: Ints, dst: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
-    """Merge neighbours: on both sides, the second segment begins where the first ends."""
-    if len(src) < 2:
-        return src, dst, lengths
-    apart = (src[1:] - src[:-1] != lengths[:-1]) | (dst[1:] - dst[:-1] != lengths[:-1])
-    if apart.all():
-        return src, dst, lengths
-    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return src[heads], dst[heads], np.add.reduceat(lengths, heads)
 
 
 def _note(written: dict[int, dict[int, Ints]], pool: int, table: int, ids: Ints) -> None:

@@ -34,8 +34,8 @@ from kvferry.errors import BindError, IncompatibleError, ProtocolError, text_of
 from kvferry.handover.describe import (
     engine_info,
     rank_info,
+    read_layout,
     read_model,
-    read_object_layout,
     read_shape,
 )
 from kvferry.layout.model import CacheModel, require_same_cache
@@ -159,7 +159,7 @@ def _ready(encoded: bytes, record: LayoutRecord) -> PoolLayout:
     model, shape = read_model(record.engine), read_shape(record.engine)
     ranks = {}
     for info in record.ranks:
-        layout = read_object_layout(info, shape)
+        layout, _ = read_layout(info, shape, whole=False)
         ranks[layout.rank] = layout
     missing = sorted(set(shape.ranks) ^ set(ranks))
     if missing:

@@ -42,7 +42,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +50,7 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError, install_command
 from kvferry.net.names import source_address
-from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices
+from kvferry.pool.store import Bools, Ints, Outcome, Ranges, Slices, batch_parts
 from kvferry.units import parse_size
 from kvferry.workers import LateCalls
 
@@ -156,8 +155,8 @@ class MooncakeStore:
         outcomes: list[Outcome] = []
         if self.config.tier_log and keys:
             self._log_tiers(list(keys), deadline)
-        for start, stop in portions(wanted, self.config.staging_bytes):
-            outcomes += self._get(keys[start:stop], wanted[start:stop], deadline)
+        for part in portions(wanted, self.config.staging_bytes):
+            outcomes += self._get(keys[part], wanted[part], deadline)
         return outcomes
 
     def _log_tiers(self, keys: list[str], deadline: float) -> None:
@@ -329,22 +328,16 @@ def _tier(replicas: Any) -> str:
     return "unknown"
 
 
-def portions(wanted: Sequence[Slices], most_bytes: int) -> list[tuple[int, int]]:
+def portions(wanted: Sequence[Slices], most_bytes: int) -> list[slice]:
     """Cut a batch so that each portion fits the buffer through which Mooncake reads its disk.
 
     most_bytes  of the buffer; 0: no limit. An object that does not fit is a portion by itself
     """
     if not wanted or not most_bytes:
-        return [(0, len(wanted))] if wanted else []
-    cuts, used = [0], 0
-    for i, part in enumerate(wanted):
-        reach = int((part.offset + part.length).max())  # at least this much of it is read
-        size = -(-reach // DIRECT_IO_BYTES) * DIRECT_IO_BYTES + 2 * DIRECT_IO_BYTES
-        if used and used + size > most_bytes:
-            cuts.append(i)
-            used = 0
-        used += size
-    return list(pairwise([*cuts, len(wanted)]))
+        return [slice(0, len(wanted))] if wanted else []
+    reach = [int((part.offset + part.length).max()) for part in wanted]  # at least this is read
+    blocks = [-(-size // DIRECT_IO_BYTES) + 2 for size in reach]
+    return list(batch_parts([count * DIRECT_IO_BYTES for count in blocks], most_bytes))
 
 
 def _some(rows: list[T], places: list[int]) -> list[T]:

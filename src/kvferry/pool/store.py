@@ -9,23 +9,15 @@ batch goes on. Only a failure of the whole call (the store cannot be reached) ra
 
 A store keeps whole objects only: after a crash at any point, an object is there with all its bytes
 or not at all, and a range that is read was checked against what was written.
-
-`spread` and `move` copy bytes between scattered memory of this process and one contiguous place.
-Seen through a dtype as long as a range and a stride of one byte, memory is an array in which every
-byte begins an element. Ranges of one length then move in one call, each by one memcpy, and Python
-runs once per distinct length. Long ranges move by one call each, which is faster (91 % of memcpy
-with checksums, against 73 %, at 64 KiB), because NumPy's own copy of a long element is not memcpy.
-The caller checks the addresses.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar, overload
+from typing import Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,85 +189,22 @@ def sizes_of(objects: Sequence[Ranges] | Sequence[Slices]) -> list[int]:
     return by_lengths(objects, lambda length: int(length.sum()))
 
 
+def batch_parts(
+    sizes: Sequence[int], most_bytes: int, most_objects: int = 1 << 30
+) -> Iterator[slice]:
+    """Parts of a batch, in order: as many objects of these sizes as fit together, or one."""
+    first = 0
+    while first < len(sizes):
+        last, total = first + 1, sizes[first]
+        stop = min(len(sizes), first + most_objects)
+        while last < stop and total + sizes[last] <= most_bytes:
+            total += sizes[last]
+            last += 1
+        yield slice(first, last)
+        first = last
+
+
 def require_answers(answers: Sized, keys: Sequence[str]) -> None:
     """Refuse an answer that is not one for each key."""
     if len(answers) != len(keys):
         raise StoreError(f"a store answered {len(answers)} of {len(keys)} questions")
-
-
-STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
-LONG_RANGE_BYTES = 32 << 10  # copying takes ten times as long as the call; below, NumPy is faster
-
-
-class _Memory:
-    """An address as NumPy's array interface."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, address: int, count: int, typestr: str, stride: int) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (count,),
-            "typestr": typestr,
-            "strides": (stride,),
-            "version": 3,
-        }
-
-
-def _windows(low: int, high: int, size: int) -> NDArray[Any]:
-    """Element i is the `size` bytes from address `low + i` on, up to address `high`."""
-    return np.asarray(_Memory(low, high - low - size + 1, f"|V{size}", 1))
-
-
-def _row(address: int, count: int, size: int) -> NDArray[Any]:
-    return np.asarray(_Memory(address, count, f"|V{size}", size))
-
-
-def spread(src: int, dst: Ints, size: int) -> None:
-    """`size` bytes each, from one place on, to addresses `dst`."""
-    if size >= LONG_RANGE_BYTES or len(dst) == 1:
-        for to in dst.tolist():
-            ctypes.memmove(to, src, size)
-            src += size
-        return
-    low = int(dst.min())
-    _windows(low, int(dst.max()) + size, size)[dst - low] = _row(src, len(dst), size)
-
-
-def move(src: Ints, dst: Ints, length: Ints) -> None:
-    """`length[i]` bytes from address `src[i]` to address `dst[i]`; the two never overlap."""
-    if len(length) and bool((length == length[0]).all()):
-        _move_equal(src, dst, int(length[0]))
-        return
-    for size in np.unique(length).tolist():
-        same = np.flatnonzero(length == size)
-        _move_equal(src[same], dst[same], size)
-
-
-def _move_equal(src: Ints, dst: Ints, size: int) -> None:
-    if size == 0:
-        return
-    if _in_a_row(src, size):
-        spread(int(src[0]), dst, size)
-        return
-    if size >= LONG_RANGE_BYTES:
-        for a, b in zip(src.tolist(), dst.tolist(), strict=True):
-            ctypes.memmove(b, a, size)
-        return
-    low = int(src.min())
-    what = src - low
-    if _in_a_row(dst, size) and not bool((what % size).any()):
-        slots = _row(low, int(what.max()) // size + 1, size)
-        np.take(slots, what // size, out=_row(int(dst[0]), len(dst), size), mode="clip")
-        return
-    where = dst - dst.min()
-    windows_src = _windows(low, int(src.max()) + size, size)
-    windows_dst = _windows(int(dst.min()), int(dst.max()) + size, size)
-    step = max(1, STEP_BYTES // size)
-    for first in range(0, len(src), step):
-        part = slice(first, first + step)
-        windows_dst[where[part]] = windows_src[what[part]]
-
-
-def _in_a_row(address: Ints, size: int) -> bool:
-    return len(address) == 1 or bool((np.diff(address) == size).all())

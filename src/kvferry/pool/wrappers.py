@@ -40,7 +40,7 @@ import numpy as np
 import xxhash
 
 from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
-from kvferry.carriers.host import joined
+from kvferry.carriers.host import copy_runs, joined
 from kvferry.errors import StoreError, TransferError
 from kvferry.pool.store import (
     Bools,
@@ -49,8 +49,8 @@ from kvferry.pool.store import (
     Ranges,
     Slices,
     Store,
+    batch_parts,
     inside,
-    move,
     sizes_of,
 )
 
@@ -159,17 +159,9 @@ class StagedStore:
     ) -> list[Outcome]:
         """Work on those objects of a batch that are DONE so far, as many at a time as fit a buffer
         together. A larger object has a buffer to itself. A part that cannot be moved has FAILED."""
-        parts: list[list[int]] = []
-        total = self._stage_bytes + 1
-        for at, size in enumerate(sizes.tolist()):
-            if outcomes[at] is not Outcome.DONE:
-                continue
-            if total + size > self._stage_bytes:
-                parts.append([])
-                total = 0
-            parts[-1].append(at)
-            total += size
-        for part in parts:
+        places = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
+        for which in batch_parts(sizes[places].tolist(), self._stage_bytes):
+            part = places[which]
             try:
                 told = work(part)
             except TransferError as error:
@@ -365,7 +357,7 @@ class CheckedStore(StagedStore):
                 if len(need.length):
                     base = buffer.ctypes.data
                     to = base + int(packed[at]) + np.cumsum(need.length) - need.length
-                    move(base + begin + need.offset, to, need.length)
+                    copy_runs(base + begin + need.offset, to, need.length)
             return self._scatter(wanted, buffer, packed, sizes, outcomes)
 
 

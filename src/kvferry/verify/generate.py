@@ -12,8 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from kvferry.verify.case import CaseDict, ComponentDict, GroupDict, ModelDict, ShapeDict, SideDict
-from kvferry.verify.oracle import CaseEngine
+from kvferry.verify.oracle import (
+    CaseDict,
+    CaseEngine,
+    ComponentDict,
+    GroupDict,
+    ModelDict,
+    ShapeDict,
+    SideDict,
+)
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 HEADS_OUTSIDE = ("LHBNC", "BHLNC")  # heads lie outside the page

@@ -6,8 +6,9 @@ image of a source rank has the ids of the bytes that the rank holds. The image o
 has the ids that must arrive, and three codes for all other bytes. The oracle also decides which
 cases must be refused.
 
-Nothing is imported from `kvferry.layout` or `kvferry.plan`: the rules are written a second time.
-`CaseEngine` enumerates which rank holds which stages, shards, tokens and blocks, on plain lists.
+A case is a model, two engines and one request in plain JSON values (`CaseDict`). Nothing is
+imported from `kvferry.layout` or `kvferry.plan`: the rules are written a second time. `CaseEngine`
+enumerates which rank holds which stages, shards, tokens and blocks, on plain lists.
 `NumberedMemory` finds where bytes lie, without strides. It numbers every byte that a rank could
 hold of a group, in an array with the axes
 
@@ -22,12 +23,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kvferry.verify.case import CaseDict, ComponentDict, GroupDict, ModelDict, ShapeDict, SideDict
 
 Ints = NDArray[np.int32]
 Image = list[Ints]  # one array for each region
@@ -35,6 +34,74 @@ NOTHING = -1  # no byte of the request; on the destination it must stay as it is
 FREE = -2  # padding of a loaded block, which may be written or not
 GAP = -3  # a byte of a loaded block that must stay unwritten, and be named as uncovered
 NOBODY = -1  # the number of padding in a map; as an index, it takes an array's last value
+
+
+class ComponentDict(TypedDict):
+    name: str
+    units: int
+    dims: list[int]
+    element_bytes: int
+    sharding: Literal["split", "replicated"]
+
+
+class ResidencyDict(TypedDict):
+    kind: str
+    span: int
+
+
+class GroupDict(TypedDict):
+    name: str
+    role: str
+    layers: list[int]
+    components: list[ComponentDict]
+    residency: ResidencyDict
+    tokens_per_entry: int
+    partial_entries: bool
+    context_parallel: bool
+
+
+class ModelDict(TypedDict):
+    name: str
+    total_layers: int
+    groups: list[GroupDict]
+
+
+class ShapeDict(TypedDict):
+    tp: int
+    pp: int
+    stages: list[int]
+    dcp: int
+    interleave: int
+    role_tp: dict[str, int]
+    block_size: int
+    block_size_of: dict[str, int]
+    kernel_block_size: int
+    kernel_block_size_of: dict[str, int]
+    order: str
+    interior: str
+    interior_of: dict[str, str]
+    conv_order: str
+    page_align: int
+    overlay: bool
+    full_residency: bool
+    null_block: int | None
+
+
+class SideDict(TypedDict):
+    shape: ShapeDict
+    blocks: int
+    tables: dict[str, list[int]]
+    absent_roles: list[str]  # roles whose groups this engine does not have
+
+
+class CaseDict(TypedDict):
+    kind: str  # of the model; a sweep reports the share of each
+    fault: str  # how a table was broken on purpose; "" if none was
+    model: ModelDict
+    src: SideDict
+    dst: SideDict
+    tokens: int
+    skip: int
 
 
 class Worker(NamedTuple):

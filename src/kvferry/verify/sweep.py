@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import BindError, KvferryError
-from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout, Residency
+from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout
 from kvferry.plan import (
     Bound,
     Copies,
@@ -42,9 +43,18 @@ from kvferry.plan import (
 )
 from kvferry.plan.cover import Uncovered
 from kvferry.plan.report import digest
-from kvferry.verify.case import CaseDict, ModelDict, SideDict
 from kvferry.verify.generate import features, generate
-from kvferry.verify.oracle import FREE, GAP, NOTHING, Image, Oracle, Worker
+from kvferry.verify.oracle import (
+    FREE,
+    GAP,
+    NOTHING,
+    CaseDict,
+    Image,
+    ModelDict,
+    Oracle,
+    SideDict,
+    Worker,
+)
 from kvferry.verify.oracle import Ints as Ids
 
 CHUNK = 40  # pairs that a process takes at a time
@@ -343,27 +353,7 @@ class AddressSpace:
 
 
 def build_model(model: ModelDict, side: SideDict) -> CacheModel:
-    groups = []
-    for g in model["groups"]:
-        components = tuple(
-            Component(c["name"], c["units"], tuple(c["dims"]), c["element_bytes"], c["sharding"])
-            for c in g["components"]
-        )
-        kind: Any = g["residency"]["kind"]
-        groups.append(
-            Group(
-                name=g["name"],
-                layers=tuple(g["layers"]),
-                components=components,
-                residency=Residency(kind, g["residency"]["span"]),
-                role=g["role"],
-                tokens_per_entry=g["tokens_per_entry"],
-                partial_entries=g["partial_entries"],
-                context_parallel=g["context_parallel"],
-            )
-        )
-    whole = CacheModel(model["name"], tuple(groups), model["total_layers"])
-    return whole.without(*side["absent_roles"])
+    return msgspec.convert(model, CacheModel).without(*side["absent_roles"])
 
 
 def build_shape(side: SideDict) -> EngineShape:

@@ -6,37 +6,32 @@
 
 `MooncakeConnector`, `MooncakeStoreConnector`, `NixlConnector`, `NixlPullConnector` and
 `NixlPushConnector` under the same module path take the configuration of vLLM's own. vLLM resolves
-the class also in its API process, so importing this touches no device and starts nothing.
+the class also in its API process, so importing this touches no device and starts nothing. Only who
+asks for a class imports vLLM: `kvferry check` does without.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from kvferry.vllm import plugin
-from kvferry.vllm.connector import (
-    FerryConnector,
-    FerryMooncakeConnector,
-    FerryMooncakeStoreConnector,
-    FerryNixlConnector,
-    FerryNixlPushConnector,
-    FerryPoolConnector,
-)
 
-MooncakeConnector = FerryMooncakeConnector
-NixlConnector = FerryNixlConnector
-NixlPullConnector = FerryNixlConnector
-NixlPushConnector = FerryNixlPushConnector
-MooncakeStoreConnector = FerryMooncakeStoreConnector
+STAND_INS = {  # our classes, by the names of vLLM's own
+    "MooncakeConnector": "FerryMooncakeConnector",
+    "MooncakeStoreConnector": "FerryMooncakeStoreConnector",
+    "NixlConnector": "FerryNixlConnector",
+    "NixlPullConnector": "FerryNixlConnector",
+    "NixlPushConnector": "FerryNixlPushConnector",
+}
 
-plugin.register()  # also where the package's entry points are not installed
 
-__all__ = [
-    "FerryConnector",
-    "FerryMooncakeConnector",
-    "FerryMooncakeStoreConnector",
-    "FerryNixlConnector",
-    "FerryNixlPushConnector",
-    "FerryPoolConnector",
-    "MooncakeConnector",
-    "MooncakeStoreConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-]
+def __getattr__(name: str) -> Any:
+    ours = STAND_INS.get(name, name)
+    if ours not in plugin.NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvferry.vllm import connector
+
+    return getattr(connector, ours)
+
+
+__all__ = [*plugin.NAMES, *STAND_INS]

@@ -46,13 +46,14 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
+from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import read_shape
-from kvferry.handover.peers import Meetings, PeerKey
+from kvferry.handover.peers import Meetings, PeerKey, ask_directory
 from kvferry.handover.ticket import MARK, Ticket, is_host, is_text
 from kvferry.layout.shape import EngineShape
 from kvferry.net.http import HttpAnswer, HttpRequest, HttpServer
 from kvferry.net.keys import Key
-from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Welcome
+from kvferry.net.messages import EngineInfo, Refused, Welcome
 from kvferry.net.names import Reach, at_port, dial, literal
 from kvferry.net.rpc import Caller, Sockets
 from kvferry.units import MOST_PORT, require_port
@@ -67,7 +68,6 @@ MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; an answer has a h
 MOST_RANKS = 4096  # data-parallel
 TELL_AGAIN_SECONDS = 1.0  # from a failed registration to the next attempt
 REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
-AGAIN_SECONDS = 0.05  # between two questions, while the engine is starting
 FRESH_SECONDS = 1.0  # after this time, `Rendezvous` asks anew
 PATIENCE_SECONDS = 0.2  # for the new answer, before the last one is used
 KEEP_SECONDS = 300.0  # an answer is used no longer than this
@@ -269,34 +269,24 @@ class Rendezvous:
         return asked
 
     def _found_at(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                if place.bootstrap:
-                    found = query(place.address, place.engine_id, seconds)
-                else:
-                    found = self._hello(place, deadline)
-                break
-            except _NotYet as error:
-                if time.monotonic() + AGAIN_SECONDS > deadline or self._closed:
-                    raise HandoverError(str(error)) from None
-                time.sleep(AGAIN_SECONDS)
+        if place.bootstrap:
+            found = query(place.address, place.engine_id, seconds)
+        else:
+            found = self._hello(place, seconds)
         self._reach.require(found.host)
         return found
 
-    def _hello(self, place: BootstrapPlace, deadline: float) -> Whereabouts:
-        if not self._told.wait(max(0.0, deadline - time.monotonic())) or self._engine is None:
+    def _hello(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
+        watch = Deadline(time.monotonic() + seconds)
+        if not self._told.wait(seconds) or self._engine is None:
             raise HandoverError("this engine's workers have not described themselves")
         with self._lock:
             if self._closed:  # `Meetings` still asks what waited
                 raise HandoverError("kvferry is shutting down")
             if self._caller is None:
                 self._caller = Caller(self._sockets)
-        call = self._caller.call(place.address, Hello(VERSION, self._engine), deadline)
-        reply = call.result(max(0.0, deadline - time.monotonic()) + 1.0)
+        reply = ask_directory(self._caller, place.address, self._engine, watch, seconds)
         if isinstance(reply, Refused):
-            if reply.reason == "busy":
-                raise _NotYet(reply.message)
             raise HandoverError(f"the engine at {place.address} refuses us: {reply.message}")
         if not isinstance(reply, Welcome):
             raise HandoverError(f"{place.address} answered a hello with {type(reply).__name__}")
@@ -507,10 +497,6 @@ def _directory(params: Mapping[str, Any]) -> str | None:
     if not is_host(host) or type(port) is not int or not 0 < port <= MOST_PORT:
         return None
     return at_port(literal(str(host)) or str(host), port)
-
-
-class _NotYet(KvferryError):
-    """The engine is there, and not ready."""
 
 
 def _mac(key: bytes, body: bytes) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import DescriptionError, KvferryError
+from kvferry.vllm import STAND_INS
 from kvferry.vllm.config import FerryConfig, Style, rules, told
 from kvferry.vllm.pool.config import PoolConfig
 
@@ -49,21 +50,16 @@ class Kind:
     pool_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_STORE = Kind(None, {"store": "mooncake", "save_decode_cache": False})
 # By the names under which `kvferry.vllm` has the classes.
 KINDS = {
     "FerryConnector": Kind("ferry"),
     "FerryMooncakeConnector": Kind("mooncake"),
-    "FerryMooncakeStoreConnector": _STORE,
+    "FerryMooncakeStoreConnector": Kind(None, {"store": "mooncake", "save_decode_cache": False}),
     "FerryNixlConnector": Kind("nixl"),
     "FerryNixlPushConnector": Kind("push"),
     "FerryPoolConnector": Kind(None),
-    "MooncakeConnector": Kind("mooncake"),
-    "MooncakeStoreConnector": _STORE,
-    "NixlConnector": Kind("nixl"),
-    "NixlPullConnector": Kind("nixl"),
-    "NixlPushConnector": Kind("push"),
 }
+KINDS |= {theirs: KINDS[ours] for theirs, ours in STAND_INS.items()}
 
 
 def sections(

@@ -46,6 +46,7 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.net.names import at_port, is_loopback
 from kvferry.net.rpc import Sockets
 from kvferry.pool.weights import Adapters, adapter_settings
+from kvferry.vllm import plugin
 from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabouts
 from kvferry.vllm.check import sections
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
@@ -437,6 +438,9 @@ class FerryMooncakeStoreConnector(FerryPoolConnector):
     """For MooncakeStoreConnector, with its configuration and its store."""
 
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {"store": "mooncake", "save_decode_cache": False}
+
+
+plugin.register()  # also where the package's entry points are not installed
 
 
 def choose_policy(transfer: Any, wanted: str | None, arguments: Sequence[str]) -> str:

@@ -37,7 +37,6 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.carriers.base import (
     Carrier,
@@ -49,7 +48,7 @@ from kvferry.carriers.base import (
 )
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
-from kvferry.copies import Copies, Ints
+from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach, is_loopback
@@ -429,28 +428,10 @@ class LibraryJob(Job):
 def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
     """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
-        ready = join(part)
+        ready = part.joined()
         starts = range(0, len(ready), descriptors)
         # all at once: between two batches, each Python call costs many times as much as here
         yield from [ready[first : first + descriptors] for first in starts]
-
-
-def join(part: Copies) -> Copies:
-    """Copies that follow each other on both sides as one; none may be empty."""
-    follows = _follow(part.src, part.length)
-    if not bool(follows.any()):
-        return part  # as most often
-    apart = ~(follows & _follow(part.dst, part.length))
-    if bool(apart.all()):
-        return part
-    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
-    return Copies(part.src[heads], part.dst[heads], np.add.reduceat(part.length, heads))
-
-
-def _follow(address: Ints, length: Ints) -> NDArray[np.bool_]:
-    """For each copy but the first, whether it begins where the one before it ends."""
-    found: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
-    return found
 
 
 @contextlib.contextmanager

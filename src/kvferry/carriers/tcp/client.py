@@ -33,11 +33,9 @@ from kvferry.carriers.tcp.frames import (
     mac,
     receive_runs,
     send_runs,
-    table_bytes,
-    table_of,
 )
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
-from kvferry.copies import Copies, Ints
+from kvferry.copies import Copies, Ints, table_bytes, table_of
 from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError
 from kvferry.net.names import dial
 

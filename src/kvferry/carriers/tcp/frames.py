@@ -68,8 +68,6 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from kvferry.carriers.base import GRANT_BYTES, Memory, is_staged
 from kvferry.carriers.host import Vectors, libc
 from kvferry.copies import Ints
@@ -184,19 +182,6 @@ def error_of(body: bytes) -> KvferryError:
     (code,) = ERROR_CODE.unpack_from(body)
     text = body[ERROR_CODE.size :].decode(errors="replace")
     return _ERRORS.get(code, TransferError)(f"the peer refused: {text}")
-
-
-def table_of(body: bytes | bytearray) -> tuple[Ints, Ints]:
-    """Addresses and lengths of a frame's table."""
-    rows = np.frombuffer(body, dtype="<i8").reshape(-1, 2)
-    return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
-
-
-def table_bytes(address: Ints, length: Ints) -> bytes:
-    rows = np.empty((len(address), 2), dtype="<i8")
-    rows[:, 0] = address
-    rows[:, 1] = length
-    return rows.tobytes()
 
 
 def mac(key: bytes, role: bytes, *said: bytes) -> bytes:

@@ -51,10 +51,8 @@ from kvferry.carriers.tcp.frames import (
     mac,
     receive_runs,
     send_runs,
-    table_bytes,
-    table_of,
 )
-from kvferry.copies import Ints
+from kvferry.copies import Ints, table_bytes, table_of
 from kvferry.errors import DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.names import hang_up, ours_alone
 

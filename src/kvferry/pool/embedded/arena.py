@@ -50,11 +50,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvferry.carriers.host import copy_runs, spread
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.index import MAX_GAPS, POPULATE_WRITE, SharedIndex
 from kvferry.pool.embedded.policy import Floats
-from kvferry.pool.store import Bools, Ints, Outcome, Slices, move, spread
+from kvferry.pool.store import Bools, Ints, Outcome, Slices
 from kvferry.private_files import open_private
 from kvferry.workers import Threads
 
@@ -117,7 +118,7 @@ class Arena:
         """The first `size` bytes at each offset, which the caller has checked."""
         found = np.empty((len(offset), size), dtype=np.uint8)
         at = found.ctypes.data + np.arange(len(offset), dtype=np.int64) * size
-        move(self.address + offset, at, np.full(len(offset), size, dtype=np.int64))
+        copy_runs(self.address + offset, at, np.full(len(offset), size, dtype=np.int64))
         return found
 
     def take(self, size: int) -> int:
@@ -498,7 +499,7 @@ def _copy(image: Image, data: memoryview, address: int, need: WantedObject) -> O
         if need.size:
             spread(address + need.begin + first * need.size, target[first:last], need.size)
         else:
-            move(address + offset[first:last], target[first:last], length[first:last])
+            copy_runs(address + offset[first:last], target[first:last], length[first:last])
         whole = len(chunks)
         if last < len(length):  # the next parts complete the chunk in which they begin
             whole = bisect_left(chunks, int(offset[last]) // image.chunk_bytes)

@@ -82,14 +82,9 @@ class DeviceStore(StagedStore):
             log.warning("the pool's first transfer will be slow: %s", error)
 
     def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        return self._put_all(keys, objects, deadline, None)
+        return self.put_after(keys, objects, deadline, None)
 
     def put_after(
-        self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
-    ) -> list[Outcome]:
-        return self._put_all(keys, objects, deadline, fence)
-
-    def _put_all(
         self,
         keys: Sequence[str],
         objects: Sequence[Ranges],

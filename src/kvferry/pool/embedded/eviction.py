@@ -235,10 +235,6 @@ class Tiers:
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck = 0
         try:
-            if len(pending) > 1:
-                with self.locked(deadline, lock_seconds):
-                    pending = self._take_together(pending)
-            pending.sort(key=lambda wish: -wish.score)
             while pending:
                 before = len(pending)
                 with self.locked(deadline, lock_seconds):
@@ -267,26 +263,20 @@ class Tiers:
         same &= index.state[rows] == np.array([wish.before for wish in wishes], dtype=np.uint8)
         return [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
 
-    def _take_together(self, wishes: list[Wish]) -> list[Wish]:
+    def _take(self, wishes: list[Wish]) -> list[Wish]:
         """One free extent for all of these, in their order, so that one copy moves many objects;
-        those that are left."""
+        else one for each, the most valuable first. Those that found none."""
+        left: list[Wish] = []
         if self.index.gaps_stale:
             self.arena.find_gaps()
         wishes = self._wanted(wishes)
         total = sum(wish.size for wish in wishes)
         offset = self.arena.take(total) if 0 < total <= self.arena.capacity else -1
-        if offset < 0:
-            return wishes
-        self._grant(wishes, offset)
-        return []
-
-    def _take(self, wishes: list[Wish]) -> list[Wish]:
-        """Free extents for these; those that found none."""
-        left: list[Wish] = []
-        if self.index.gaps_stale:
-            self.arena.find_gaps()
+        if offset >= 0:
+            self._grant(wishes, offset)
+            return left
         too_long = self.arena.capacity + 1  # no gap has this size
-        for wish in self._wanted(wishes):
+        for wish in sorted(wishes, key=lambda wish: -wish.score):
             offset = self.arena.take(wish.size) if wish.size < too_long else -1
             if offset < 0:
                 too_long = min(too_long, wish.size)

@@ -45,6 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
+from kvferry.carriers.host import copy_runs, spread
 from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
@@ -72,9 +73,8 @@ from kvferry.pool.store import (
     Outcome,
     Ranges,
     Slices,
+    batch_parts,
     inside,
-    move,
-    spread,
 )
 from kvferry.workers import Call, Threads
 
@@ -236,15 +236,7 @@ class EmbeddedStore:
     ) -> Iterator[slice]:
         """How many objects of a batch to write at a time: those in writing cannot make way."""
         most = min(most_bytes, self._tiers.arena.capacity // PART_SHARE)
-        first = 0
-        while first < len(sizes):
-            last, total = first + 1, sizes[first] + ALIGN
-            stop = min(len(sizes), first + most_objects)
-            while last < stop and total + sizes[last] + ALIGN <= most:
-                total += sizes[last] + ALIGN
-                last += 1
-            yield slice(first, last)
-            first = last
+        return batch_parts([size + ALIGN for size in sizes], most, most_objects)
 
     @_call
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
@@ -649,7 +641,7 @@ class EmbeddedStore:
         size = image_bytes(len(key), length)
         start = arena.address + offset + header_bytes(len(key), length)
         ends = np.cumsum(ranges.length)
-        move(ranges.address, start + ends - ranges.length, ranges.length)
+        copy_runs(ranges.address, start + ends - ranges.length, ranges.length)
         seal(arena.view(offset, size), key, length)
         index.length[row], index.image_bytes[row] = length, size
         index.state[row] = ix.MEMORY
