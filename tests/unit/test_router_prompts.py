@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 
@@ -17,6 +17,7 @@ from kvferry.errors import DescriptionError
 from kvferry.router.cache import prompts as prompts_module
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, PromptChains
+from kvferry.router.fleet.connections import EngineTransport
 from waiting import PATIENCE_SECONDS
 
 USUAL = Namespace()
@@ -75,17 +76,18 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(engine: Engine) -> AsyncIterator[EngineTransport]:
     config = uvicorn.Config(engine, log_config=None, ws="none", lifespan="off", port=0)
     server = uvicorn.Server(config)
     server.config.load()
     server.lifespan = config.lifespan_class(config)
     await server.startup()
     engine.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    transport = EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
     try:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            yield client
+        yield transport
     finally:
+        transport.close()
         server.force_exit = True
         await server.shutdown()
 
@@ -286,12 +288,11 @@ def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
             assert chains == [None] * 4 and loop.time() - begun < PATIENCE_SECONDS / 3
             assert prompts.counts["busy"] == 2
             await prompts.close()
-        prompts = PromptChains(client := httpx.AsyncClient(trust_env=False), seconds=5)
+        prompts = PromptChains(client, seconds=5)  # the engine is gone
         for text in "abcd":
             assert await ask(prompts, engine, prompt=text) is None
         assert prompts.counts["failed"] == 4
         await prompts.close()
-        await client.aclose()
 
     asyncio.run(inside())
 

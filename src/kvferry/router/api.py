@@ -12,10 +12,10 @@ import json
 import math
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -54,6 +54,23 @@ _MAX_FIELDS = 1024
 _MAX_COLONS = 500_000
 
 
+class StreamSink(Protocol):
+    """Where a stream goes."""
+
+    def take(self, data: bytes, last: bool) -> bool:
+        """The next bytes. Returns whether no more should come until `on_drain` calls."""
+
+    def on_drain(self, go_on: Callable[[], None] | None) -> None:
+        """What to call when more may come."""
+
+
+class StreamRest(Protocol):
+    """What of a stream has not come yet."""
+
+    async def pass_on(self, sink: StreamSink) -> None:
+        """Give it to `sink` as it comes; returns at its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer to a client: an engine's, unchanged, or the router's own."""
@@ -61,7 +78,7 @@ class Answer:
     status: int
     headers: Headers
     body: bytes  # of a stream, the first bytes
-    rest: AsyncIterator[bytes] | None = None  # of a stream, the other bytes
+    rest: StreamRest | None = None  # of a stream, the other bytes
 
 
 class ApiError(KvferryError):
@@ -201,15 +218,12 @@ def client_seconds(headers: Headers, most: float) -> float | None:
 
 
 def end_to_end(headers: Headers) -> Headers:
-    """The headers of a request or an answer that the router passes on; names in lower case."""
-    named = {
-        part.strip().lower()
-        for name, value in headers
-        if name.lower() == b"connection"
-        for part in value.split(b",")
-    }
-    drop = _HOP_BY_HOP | named
-    return [(name.lower(), value) for name, value in headers if name.lower() not in drop]
+    """The headers of a request or an answer that the router passes on. Names are in lower case."""
+    drop = _HOP_BY_HOP
+    for name, value in headers:
+        if name == b"connection":
+            drop = drop | {part.strip().lower() for part in value.split(b",")}
+    return [field for field in headers if field[0] not in drop]
 
 
 def _many(value: bytes) -> bool:

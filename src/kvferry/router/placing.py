@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import anyio
-import httpx
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
@@ -48,6 +47,7 @@ from kvferry.router.choice.rates import (
     StreamVisit,
     UsualRates,
 )
+from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
 from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Placer:
         )
         tokenizer = LocalTokenizer(config.tokenizer) if config.tokenizer is not None else None
         self.prompts = PromptChains(
-            fleet.client, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
+            fleet.transport, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
         )
         self._fleet, self._limits = fleet, config.limits
         self._random = Random(seed)
@@ -224,15 +224,10 @@ class Placer:
     async def _ask_metrics(self, engine: UpstreamEngine) -> None:
         try:
             with anyio.fail_after(self._limits.probe_seconds):
-                async with self._fleet.client.stream("GET", f"{engine.url}/metrics") as response:
-                    parts, size = [], 0
-                    async for part in response.aiter_bytes():
-                        size += len(part)
-                        if size > _METRICS_BYTES:
-                            break
-                        parts.append(part)
-            found = read_metrics(b"".join(parts)) if response.is_success else None
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError):
+                at = address_of_url(f"{engine.url}/metrics")
+                status, text = await self._fleet.transport.fetch(b"GET", at, _METRICS_BYTES)
+            found = read_metrics(text) if 200 <= status < 300 else None
+        except (NoConnection, BrokenAnswer, TimeoutError):
             return  # probes say whether it is down
         except Exception:  # without the poll, nothing would be known of any engine's load
             log.exception("the metrics of %s broke the poll", engine.url)

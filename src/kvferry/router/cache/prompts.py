@@ -29,12 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Headers
 from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.fleet.connections import (
+    BrokenAnswer,
+    EngineTransport,
+    NoConnection,
+    address_of_url,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +83,7 @@ class PromptChains:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        transport: EngineTransport,
         *,
         tokenizer: LocalTokenizer | None = None,
         seconds: float = 1.0,
@@ -93,7 +98,7 @@ class PromptChains:
         most_asked   prompts that are asked for at one time
         """
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
-        self._client = client
+        self._transport = transport
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._most_tokens = most_tokens
@@ -137,8 +142,7 @@ class PromptChains:
             if not self._engine(engine).may_be_asked:
                 return self._without("failed")
             authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
-            # A task of its own: a client that leaves does not take the answer from the others, and
-            # does not cancel httpx in the middle of a connection.
+            # A task of its own: a client that leaves does not take the answer from the others.
             task = asyncio.create_task(self._find(key, engine, asked, authorization))
             self._asking[key] = task
             task.add_done_callback(lambda done: self._asking.pop(key, None))
@@ -185,7 +189,7 @@ class PromptChains:
                 if namespace is None or token_ids is None:
                     return self._without("unsupported")
                 chain = PromptChain(namespace, token_ids)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, msgspec.DecodeError, _Broken) as error:
+        except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as error:
             engine.failed(f"{type(error).__name__}: {error}".removesuffix(": "))
             return self._without("failed")
         except ValueError:  # the request's fault: the engine will say so
@@ -210,7 +214,7 @@ class PromptChains:
         now = time.monotonic()
         if model not in engine.parents and now - engine.looked_at > _REFRESH_SECONDS:
             engine.looked_at = now
-            answer = await self._call("GET", f"{engine.url}/v1/models", b"", headers)
+            answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers)
             cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
@@ -225,7 +229,7 @@ class PromptChains:
         now = time.monotonic()
         if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
-            answer = await self._call("POST", url, asked.to_render(), headers, (*_NOT_THERE, 403))
+            answer = await self._call(b"POST", url, asked.to_render(), headers, (*_NOT_THERE, 403))
             if answer:
                 if asked.path == CHAT:
                     return _RENDERED.decode(answer).token_ids
@@ -234,7 +238,7 @@ class PromptChains:
             engine.render_at = now + _RECHECK_SECONDS
         if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
             return None
-        answer = await self._call("POST", f"{engine.url}/tokenize", asked.to_tokenize(), headers)
+        answer = await self._call(b"POST", f"{engine.url}/tokenize", asked.to_tokenize(), headers)
         if answer:
             return _TOKENIZED.decode(answer).tokens
         engine.tokenize_at = now + _RECHECK_SECONDS
@@ -243,7 +247,7 @@ class PromptChains:
 
     async def _call(
         self,
-        method: str,
+        method: bytes,
         url: str,
         body: bytes,
         headers: Headers,
@@ -254,23 +258,18 @@ class PromptChains:
         Raises ValueError if the engine refuses the request, and _Broken if it fails.
         """
         kind = [(b"content-type", b"application/json")] if body else []
-        request = httpx.Request(method, url, headers=[*headers, *kind], content=body)
-        response = await self._client.send(request, stream=True)
-        try:
-            if response.status_code in absent:
-                return b""
-            if not response.is_success:
-                why = f"{url} answered {response.status_code}"
-                raise ValueError(why) if response.is_client_error else _Broken(why)
-            parts, size = [], 0
-            async for part in response.aiter_bytes():
-                size += len(part)
-                if size > _MOST_ANSWER_BYTES:
-                    raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
-                parts.append(part)
-            return b"".join(parts)
-        finally:
-            await response.aclose()
+        at = address_of_url(url)
+        status, answer = await self._transport.fetch(
+            method, at, _MOST_ANSWER_BYTES, [*headers, *kind], body
+        )
+        if status in absent:
+            return b""
+        if not 200 <= status < 300:
+            why = f"{url} answered {status}"
+            raise ValueError(why) if 400 <= status < 500 else _Broken(why)
+        if len(answer) > _MOST_ANSWER_BYTES:
+            raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
+        return answer
 
 
 class LocalTokenizer:

@@ -36,16 +36,30 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import anyio
-import httpx
 
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.fleet.connections import EngineAnswer, EngineOrigin, EngineTransport
+from kvferry.router.api import (
+    ROLES,
+    Answer,
+    EngineSpec,
+    Headers,
+    Limits,
+    Role,
+    StreamSink,
+    end_to_end,
+)
+from kvferry.router.fleet.connections import (
+    BadRequest,
+    BrokenAnswer,
+    EngineAnswer,
+    EngineTransport,
+    NoConnection,
+    address_of_url,
+)
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
@@ -202,7 +216,7 @@ _IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
-_TROUBLE = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
+_TROUBLE = (NoConnection, BrokenAnswer, BadRequest, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -285,15 +299,8 @@ class Fleet:
         self._running = False
         self._probes: set[asyncio.Task[None]] = set()
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
-        # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
-        tls = httpx.create_ssl_context(verify=trusting(ca_file), trust_env=False)
-        self._transport = EngineTransport(
-            tls, _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
-        )
-        self.client = httpx.AsyncClient(
-            trust_env=False,
-            timeout=None,  # every use has a deadline of its own
-            transport=self._transport,
+        self.transport = EngineTransport(
+            trusting(ca_file), _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
         )
         for spec in specs:
             if not spec.is_name:
@@ -475,7 +482,7 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.client.aclose()
+            self.transport.close()
 
     @asynccontextmanager
     async def ask(
@@ -486,25 +493,21 @@ class Fleet:
         Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
         connection if the answer is incomplete, and the engine then aborts the request.
         """
-        at = _address(engine.url + asked.path)
+        at = address_of_url(engine.url + asked.path)
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
-        headers = [(b"host", at.host), *passed_on, (b"x-request-id", asked.request_id)]
-        if body or asked.method == "POST":
-            headers.append((b"content-length", b"%d" % len(body)))
+        headers = [*passed_on, (b"x-request-id", asked.request_id)]
         response: EngineAnswer | None = None
         held_before = asked.held.bytes
         until = asyncio.get_running_loop().time() + seconds
         engine.in_flight += 1
         try:
             try:
-                response = await self._transport.ask(
-                    at.origin, asked.method.encode(), at.target, headers, body, until
-                )
+                response = await self.transport.ask(at, asked.method.encode(), headers, body, until)
                 passed = end_to_end(response.headers)
                 rest = None
                 if _is_stream(response.status, passed):
                     content = await response.read(until)
-                    rest = self._rest(engine, response, str(asked))
+                    rest = _Rest(engine, response, self._limits.chunk_seconds, str(asked))
                 else:
                     content = await self._whole(engine, response, asked.held, until)
             except _TROUBLE as error:
@@ -551,20 +554,6 @@ class Fleet:
             parts.append(chunk)
         return b"".join(parts)
 
-    async def _rest(
-        self, engine: UpstreamEngine, answer: EngineAnswer, during: str
-    ) -> AsyncIterator[bytes]:
-        """A stream after its first bytes. Raises EngineFailure."""
-        seconds, now = self._limits.chunk_seconds, asyncio.get_running_loop().time
-        while True:
-            try:
-                data = await answer.read(now() + seconds)
-            except _TROUBLE as error:
-                raise _failure(engine, error, seconds, during) from error
-            if not data:
-                return
-            yield data
-
     def _start_probing(self, engine: UpstreamEngine, at_once: bool = False) -> None:
         task = asyncio.create_task(self._keep_probing(engine, at_once))
         self._probes.add(task)
@@ -586,41 +575,39 @@ class Fleet:
         seconds = self._limits.probe_seconds
         try:
             with anyio.fail_after(seconds):
-                async with self.client.stream("GET", f"{engine.url}/health") as response:
-                    size = 0  # the connection can be reused only after the answer's end
-                    async for chunk in response.aiter_raw():
-                        size += len(chunk)
-                        if size > _HEALTH_BYTES:
-                            break
+                at = address_of_url(f"{engine.url}/health")
+                status, _ = await self.transport.fetch(b"GET", at, _HEALTH_BYTES)
         except _TROUBLE as error:
             _failure(engine, error, seconds, "probe")
             return
-        if response.is_success:
+        if 200 <= status < 300:
             engine.probed_well()
             self.turns.give()  # if that widened a trial
         else:
-            engine.failed(f"/health answered {response.status_code}")
+            engine.failed(f"/health answered {status}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Address:
-    """A URL, as a request needs it."""
+class _Rest:
+    """A stream after its first bytes."""
 
-    origin: EngineOrigin
-    host: bytes  # the header
-    target: bytes
+    engine: UpstreamEngine
+    answer: EngineAnswer
+    seconds: float  # between two of its chunks, at most
+    during: str
+
+    async def pass_on(self, sink: StreamSink) -> None:
+        """Raises EngineFailure."""
+        try:
+            await self.answer.pass_on(sink, self.seconds)
+        except _TROUBLE as error:
+            raise _failure(self.engine, error, self.seconds, self.during) from error
 
 
-@lru_cache(4 * 256)  # routes of engines
-def _address(url: str) -> _Address:
-    parsed = httpx.URL(url)
-    return _Address(EngineOrigin.of(parsed), parsed.netloc, parsed.raw_path)
-
-
-def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
-    """What httpx verifies certificates with. Raises DescriptionError."""
+def trusting(ca_file: Path | None) -> ssl.SSLContext:
+    """What verifies engines' certificates. Raises DescriptionError."""
     try:
-        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
         raise DescriptionError(f"cannot read certificates from {ca_file}: {error}") from None
 
@@ -634,13 +621,13 @@ def _failure(
     engine: UpstreamEngine, error: Exception, seconds: float, during: str
 ) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
-    refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    timed_out = isinstance(error, TimeoutError | httpx.TimeoutException)
+    refused = isinstance(error, NoConnection)
+    timed_out = isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
     if isinstance(error, TimeoutError):
         reason = f"silent for {seconds:g} s"
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    if not isinstance(error, httpx.LocalProtocolError):  # the client's fault
+    if not isinstance(error, BadRequest):  # the client's fault
         engine.failed(reason, refused=refused, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)
