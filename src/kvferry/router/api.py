@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -107,17 +107,16 @@ class Generation:
     """A request for a completion or a chat completion."""
 
     def __init__(self, body: bytes) -> None:
-        too_many = ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
         if body.count(b":") > _MAX_COLONS:
-            raise too_many
+            raise _too_many_fields()
         try:
-            self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            self.fields: dict[str, msgspec.Raw] = _FIELDS.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ApiError(
                 400, "invalid_json", f"the body must be a JSON object: {error}"
             ) from None
-        if len(self._fields) > _MAX_FIELDS:
-            raise too_many
+        if len(self.fields) > _MAX_FIELDS:
+            raise _too_many_fields()
         self._body = body
 
     @property
@@ -151,7 +150,7 @@ class Generation:
         return None
 
     def for_prefill(self) -> bytes:
-        wanted = {k: v for k, v in self._fields.items() if k not in _NOT_FOR_PREFILL}
+        wanted = {k: v for k, v in self.fields.items() if k not in _NOT_FOR_PREFILL}
         wanted |= {k: msgspec.Raw(v) for k, v in _PREFILL.items()}
         return msgspec.json.encode(wanted)
 
@@ -160,17 +159,24 @@ class Generation:
 
         A client's own `kv_transfer_params` never reach an engine, because they name hosts to dial.
         """
-        if not ticket and PARAMS not in self._fields:
+        if not ticket and PARAMS not in self.fields:
             return self._body
-        wanted = {k: v for k, v in self._fields.items() if k != PARAMS}
+        wanted = {k: v for k, v in self.fields.items() if k != PARAMS}
         if ticket:
             wanted[PARAMS] = msgspec.Raw(ticket)
         return msgspec.json.encode(wanted)
 
     def _get(self, name: str) -> bytes:
         """A field's JSON; empty if it is missing or null."""
-        value = bytes(self._fields.get(name, b"")).strip()
+        value = bytes(self.fields.get(name, b"")).strip()
         return b"" if value == b"null" else value
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _too_many_fields() -> ApiError:
+    return ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -191,7 +197,7 @@ def request_id_of(headers: Headers) -> bytes:
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value
-    return uuid.uuid4().hex.encode()
+    return os.urandom(16).hex().encode()
 
 
 def client_seconds(headers: Headers, most: float) -> float | None:

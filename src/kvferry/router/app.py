@@ -163,6 +163,9 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
     gc.collect()
     gc.freeze()
+    # What the log does not show is not looked up for each line (docs.python.org, "Optimization").
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     with suppress(KeyboardInterrupt):  # drained by then
         RouterServer(settings, listen, draining).run()
 
@@ -252,8 +255,11 @@ class ApiRoute:
                 else:
                     require_short(headers)
                     asked.held.add(len(body))
-                with router.places.one(asked.held.address):
+                router.places.enter(request.address)
+                try:
                     await self._answer(asked, body, reply)
+                finally:
+                    router.places.leave(request.address)
             except ApiError as error:
                 await reply.send(error.answer)
             return _by_status(reply.status)

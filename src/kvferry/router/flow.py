@@ -116,6 +116,7 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_NONE: set[UpstreamEngine] = set()
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -347,11 +348,11 @@ class _Trip:
             engine = self._choose() or self._pick_decode()
             if engine is None:  # it went down just now
                 continue
-            with self._fleet.reserved(engine):
-                if self._wanted is not None and self._ticket is None:
+            if self._wanted is not None and self._ticket is None:
+                with self._fleet.reserved(engine):
                     await self._prefill(self._wanted, engine, again=tries > 0)
-                    if self._reply.status:
-                        return
+                if self._reply.status:
+                    return
             if not engine.up:  # it went down while the other prefilled
                 if self._alone:
                     self._ticket, self._alone = None, False
@@ -399,8 +400,8 @@ class _Trip:
         begun = time.monotonic()
         decision = self._placement.choose(
             may_hand_over=self._ticket is None,
-            not_prefill={engine.url for engine in self._failed_prefill},
-            not_decode={engine.url for engine in self._failed_decode()},
+            not_prefill=self._failed_prefill,
+            not_decode=self._failed_decode(),
         )
         if decision is None:
             return None
@@ -436,6 +437,8 @@ class _Trip:
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
+        if not self._tried_decode:
+            return _NONE
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
     async def _turn(self) -> bool:
@@ -481,6 +484,9 @@ class _Trip:
         `decode` is the engine that will use the ticket.
         """
         fleet, failed = self._fleet, self._failed_prefill
+        if not failed and self._chosen_prefill is None and not fleet.with_role("prefill"):
+            self._fall_back("no_prefill_engine")
+            return
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
@@ -498,7 +504,9 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.prefill(engine.url)
-                async with fleet.ask(engine, asked, body, seconds) as got:
+                asking = await fleet.ask(engine, asked, body, seconds)
+                try:
+                    got = asking.answer
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -514,6 +522,8 @@ class _Trip:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
+                finally:
+                    asking.close()
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.failed(f"{error}")
                 failed.add(engine)
@@ -556,7 +566,9 @@ class _Trip:
         placement, handed_over = self._placement, bool(self._ticket)
         if placement is not None:
             placement.decode(engine.url, handed_over=handed_over)
-        async with self._fleet.ask(engine, asked, body, seconds) as got:
+        asking = await self._fleet.ask(engine, asked, body, seconds)
+        try:
+            got = asking.answer
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
@@ -585,6 +597,8 @@ class _Trip:
                         placement.actual_seconds,
                     )
                     asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
+        finally:
+            asking.close()
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
@@ -611,5 +625,5 @@ class _Trip:
             headers = [*answer.headers, (b"x-kvferry-path", path)]
             if self._placement is not None and self._placement.decision is not None:
                 headers.append((b"x-kvferry-decision", self._placement.summary()))
-            answer = replace(answer, headers=headers)
+            answer = Answer(answer.status, headers, answer.body, answer.rest)
         await self._reply.send(answer)

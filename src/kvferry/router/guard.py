@@ -23,7 +23,6 @@ import enum
 import ipaddress
 import resource
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -81,7 +80,7 @@ class Quota:
         self.most = most
         self.most_each = max(1, int(most * share))
         self.taken = 0
-        self._by_address: Counter[str] = Counter()
+        self._by_address: dict[str, int] = {}
 
     def take(
         self, address: str, amount: int = 1, make_room: MakeRoom = lambda address: False
@@ -95,13 +94,15 @@ class Quota:
             if not make_room(address if lack == "address" else None):
                 return lack
         self.taken += amount
-        self._by_address[address] += amount
-        if not self._by_address[address]:
-            del self._by_address[address]
+        left = self._by_address.get(address, 0) + amount
+        if left:
+            self._by_address[address] = left
+        else:
+            self._by_address.pop(address, None)
         return None
 
     def _lack(self, address: str, amount: int) -> Lack | None:
-        if self._by_address[address] + amount > self.most_each:
+        if self._by_address.get(address, 0) + amount > self.most_each:
             return "address"
         return "all" if self.taken + amount > self.most else None
 
@@ -109,17 +110,15 @@ class Quota:
 class Places(Quota):
     """Requests in flight."""
 
-    @contextmanager
-    def one(self, address: str) -> Iterator[None]:
-        """Take a place while a request is in flight. Raises ApiError 429."""
+    def enter(self, address: str) -> None:
+        """Take a place while a request is in flight, until `leave`. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
             message = f"requests in flight: {count}, the most allowed; try again soon"
             raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-        try:
-            yield
-        finally:
-            self.take(address, -1)
+
+    def leave(self, address: str) -> None:
+        self.take(address, -1)
 
 
 class MemoryLimit(Quota):
@@ -165,6 +164,8 @@ class RequestMemory:
             raise self.refusal()
         self.bytes += count
         charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
+        if not charge:
+            return
         memory = self._memory
         lack = memory.take(self.address, charge, lambda address: memory.drop_oldest(address, self))
         if lack:
@@ -188,8 +189,9 @@ class RequestMemory:
             self._deadline.reschedule(self.since)
 
     def close(self) -> None:
-        self._memory.take(self.address, -self.charged)
-        self.charged = 0
+        if self.charged:
+            self._memory.take(self.address, -self.charged)
+            self.charged = 0
 
     def refusal(self, lack: Lack = "all") -> ApiError:
         if lack == "address":

@@ -177,7 +177,7 @@ class EngineMeter:
 
     @property
     def waiting_work(self) -> float:
-        work = sum(visit.work for visit in self._pending)
+        work = sum([visit.work for visit in self._pending])
         if self._fresh and self._foreign_waiting and self._works:
             work += self._foreign_waiting * statistics.fmean(self._works)
         if self._pending:
@@ -205,10 +205,14 @@ class EngineMeter:
             _doubted(fit.slope, TRANSFER.token_seconds, trust),
         )
 
-    def step_seconds(self, otherwise: Fit, more: int = 0) -> float:
-        """Of a step with `more` requests than now."""
-        fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return fit.fixed + fit.slope * (self.running + more)
+    def step_rate(self, otherwise: Fit) -> Fit:
+        """A step, by running requests."""
+        return self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
+
+    def step_seconds(self, otherwise: Fit) -> float:
+        """Of a step with the requests that run now."""
+        fit = self.step_rate(otherwise)
+        return fit.fixed + fit.slope * self.running
 
     def fits(self) -> _Fits:
         """What is learned of it; None: not enough was seen."""
@@ -294,21 +298,21 @@ class FleetMeter:
         usual   of `usual`, where that was asked already
         """
         meter, usual = self[engine], usual or self.usual()
-        metrics = meter.metrics
-        step = meter.step_seconds(usual.step, more=1)
+        metrics, running = meter.metrics, meter.running
+        step = meter.step_rate(usual.step)
         return EngineView(
             name=engine,
             roles=roles,
             up=up,
             draining=draining,
             waiting_tokens=max(0, round(meter.waiting_work)),
-            running=meter.running,
+            running=running,
             prefill=meter.prefill_rate(usual.prefill),
-            step_seconds=step,
+            step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
             cache_tokens=0 if metrics is None else metrics.cache_tokens,
             waiting=meter.waiting,
-            step_growth_seconds=step - meter.step_seconds(usual.step),
+            step_growth_seconds=step.slope,
             receive=meter.receive_rate(usual.receive),
             pool=POOL_LOAD if pooled else None,
         )

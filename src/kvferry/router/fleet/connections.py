@@ -23,6 +23,7 @@ import select
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 
 from kvferry.errors import KvferryError
@@ -52,8 +53,7 @@ class BadRequest(KvferryError):
     """What should be sent is no HTTP. Nothing was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOrigin:
+class EngineOrigin(NamedTuple):
     """Where a server listens."""
 
     host: str
@@ -119,7 +119,7 @@ class EngineTransport:
         the body's length.
 
         Raises NoConnection, BrokenAnswer, BadRequest, and TimeoutError `until`, in the loop's time.
-        A connection has `connect_seconds` in any case.
+        A new connection has `connect_seconds`, or less where `until` comes first.
         """
         lines = [(b"host", at.host), *headers]
         if body or method == b"POST":
@@ -128,7 +128,7 @@ class EngineTransport:
             head = write_head(method + b" " + at.target + b" HTTP/1.1", lines)
         except HttpError as error:
             raise BadRequest(str(error)) from error
-        connection = self._take(at.origin) or await self._connect(at.origin)
+        connection = self._take(at.origin) or await self._connect(at.origin, until)
         try:
             connection.send(head, body)
             answer = await connection.head(until)
@@ -142,17 +142,19 @@ class EngineTransport:
         method: bytes,
         at: EngineAddress,
         most_bytes: int,
+        until: float,
         headers: Headers = (),  # type: ignore[assignment]
         body: bytes = b"",
     ) -> tuple[int, bytes]:
         """A whole answer: its status, and its body up to about `most_bytes`.
 
-        Raises what `ask` does. The caller has a deadline.
+        Raises what `ask` does.
         """
-        answer = await self.ask(at, method, [(b"accept-encoding", b"identity"), *headers], body)
+        lines = [(b"accept-encoding", b"identity"), *headers]
+        answer = await self.ask(at, method, lines, body, until)
         try:
             parts, size = [], 0
-            while size <= most_bytes and (data := await answer.read()):
+            while size <= most_bytes and (data := await answer.read(until)):
                 size += len(data)
                 parts.append(data)
         finally:
@@ -172,9 +174,10 @@ class EngineTransport:
             connection.close()
         return None
 
-    async def _connect(self, origin: EngineOrigin) -> _Connection:
+    async def _connect(self, origin: EngineOrigin, until: float) -> _Connection:
+        late = asyncio.get_running_loop().time() + self._connect_seconds
         try:
-            async with asyncio.timeout(self._connect_seconds):
+            async with asyncio.timeout_at(min(late, until)):
                 # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self, origin),
@@ -183,6 +186,8 @@ class EngineTransport:
                     ssl=self._tls if origin.secure else None,
                 )
         except TimeoutError as error:
+            if until < late:
+                raise
             why = f"no connection in {self._connect_seconds:g} s"
             raise NoConnection(why, timed_out=True) from error
         except OSError as error:  # also an SSLError

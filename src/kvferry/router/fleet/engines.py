@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import ssl
 import statistics
 import time
@@ -38,8 +39,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-import anyio
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import (
@@ -148,12 +147,14 @@ class UpstreamEngine:
         """Whether stopping it would disturb no request of this router."""
         return not (self.in_flight or self.reserved or self.tickets)
 
-    def answered(self) -> None:
-        """A request got an answer."""
+    def answered(self) -> bool:
+        """A request got an answer. Returns whether that ended a trial."""
         self._failed_in_a_row = 0
-        if self.trial:
-            self.trial = self._trials_failed = 0
-            log.info("%s engine %s has passed its trial", self.role, self.url)
+        if not self.trial:
+            return False
+        self.trial = self._trials_failed = 0
+        log.info("%s engine %s has passed its trial", self.role, self.url)
+        return True
 
     def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
@@ -484,53 +485,51 @@ class Fleet:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.transport.close()
 
-    @asynccontextmanager
     async def ask(
         self, engine: UpstreamEngine, asked: Incoming, body: bytes, seconds: float
-    ) -> AsyncIterator[Answer]:
-        """An engine's answer within `seconds`: complete, or the first bytes of a stream.
+    ) -> Asking:
+        """An engine's answer within `seconds`: complete, or the first bytes of a stream. The caller
+        closes it.
 
-        Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
-        connection if the answer is incomplete, and the engine then aborts the request.
+        Raises EngineFailure if there is no answer, or a 5xx.
         """
-        at = address_of_url(engine.url + asked.path)
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
         headers = [*passed_on, (b"x-request-id", asked.request_id)]
-        response: EngineAnswer | None = None
-        held_before = asked.held.bytes
         until = asyncio.get_running_loop().time() + seconds
-        engine.in_flight += 1
+        asking = Asking(self, engine, asked)
         try:
             try:
-                response = await self.transport.ask(at, asked.method.encode(), headers, body, until)
-                passed = end_to_end(response.headers)
-                rest = None
-                if _is_stream(response.status, passed):
-                    content = await response.read(until)
-                    rest = _Rest(engine, response, self._limits.chunk_seconds, str(asked))
+                at = address_of_url(engine.url + asked.path)
+                got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
+                asking.response = got
+                passed, status, rest = end_to_end(got.headers), got.status, None
+                if _is_stream(status, passed):
+                    content = await got.read(until)
+                    rest = _Rest(engine, got, self._limits.chunk_seconds, asked)
                 else:
-                    content = await self._whole(engine, response, asked.held, until)
+                    content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, str(asked)) from error
-            status = response.status
-            answer = Answer(status, passed, content, rest)
+            asking.answer = answer = Answer(status, passed, content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
                 if status in _ENGINE_IS_ILL:
                     engine.failed(f"HTTP {status}", during=str(asked))
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
-            engine.answered()
-            self.turns.give()  # if that ended a trial
-            yield answer
-        finally:
-            engine.in_flight -= 1
-            self._remove_if_drained(engine)
-            if "decode" in engine.roles:
-                self.turns.ended()
-            asked.held.add(held_before - asked.held.bytes)
-            if response is not None:
-                response.close()
+            if engine.answered():
+                self.turns.give()  # a trial has ended
+        except BaseException:
+            asking.close()
+            raise
+        return asking
+
+    def left(self, engine: UpstreamEngine) -> None:
+        """A request at this engine has ended."""
+        engine.in_flight -= 1
+        self._remove_if_drained(engine)
+        if "decode" in engine.roles:
+            self.turns.ended()
 
     async def check(self, engine: UpstreamEngine) -> None:
         """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
@@ -563,7 +562,9 @@ class Fleet:
         """Probe until the engine is removed, which lets a probe that is under way end."""
         while not engine.removed:
             if not at_once:
-                await asyncio.sleep(self._limits.probe_every_seconds)
+                # Not all engines at the same moment: their answers would hold up the streams.
+                share = random.uniform(0.8, 1.2)
+                await asyncio.sleep(self._limits.probe_every_seconds * share)
             at_once = False
             try:
                 await self._probe(engine)
@@ -574,9 +575,9 @@ class Fleet:
         """Ask for the engine's health, and update its state."""
         seconds = self._limits.probe_seconds
         try:
-            with anyio.fail_after(seconds):
-                at = address_of_url(f"{engine.url}/health")
-                status, _ = await self.transport.fetch(b"GET", at, _HEALTH_BYTES)
+            at = address_of_url(f"{engine.url}/health")
+            until = asyncio.get_running_loop().time() + seconds
+            status, _ = await self.transport.fetch(b"GET", at, _HEALTH_BYTES, until)
         except _TROUBLE as error:
             _failure(engine, error, seconds, "probe")
             return
@@ -587,21 +588,45 @@ class Fleet:
             engine.failed(f"/health answered {status}")
 
 
-@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request at an engine, which counts there until it is closed.
+
+    If the answer is incomplete then, its connection is closed too, and the engine aborts.
+    """
+
+    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
+
+    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
+        self._fleet, self._engine, self._asked = fleet, engine, asked
+        self._held_before = asked.held.bytes
+        self.answer: Answer  # once it has come
+        self.response: EngineAnswer | None = None
+        engine.in_flight += 1
+
+    def close(self) -> None:
+        self._fleet.left(self._engine)
+        held = self._asked.held
+        if held.bytes != self._held_before:
+            held.add(self._held_before - held.bytes)
+        if self.response is not None:
+            self.response.close()
+
+
+@dataclass(slots=True)
 class _Rest:
     """A stream after its first bytes."""
 
     engine: UpstreamEngine
     answer: EngineAnswer
     seconds: float  # between two of its chunks, at most
-    during: str
+    asked: Incoming
 
     async def pass_on(self, sink: StreamSink) -> None:
         """Raises EngineFailure."""
         try:
             await self.answer.pass_on(sink, self.seconds)
         except _TROUBLE as error:
-            raise _failure(self.engine, error, self.seconds, self.during) from error
+            raise _failure(self.engine, error, self.seconds, str(self.asked)) from error
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:

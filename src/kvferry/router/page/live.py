@@ -572,17 +572,21 @@ class SlidingCounts(Generic[K]):
     def __init__(self, seconds: int, clock: Callable[[], float]) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._buckets: deque[tuple[int, Counter[K]]] = deque()
+        self._buckets: deque[tuple[int, dict[K, int]]] = deque()
+        self._second = -1  # of the last bucket
+        self._bucket: dict[K, int] = {}
         self._totals: Counter[K] = Counter()
 
     def add(self, key: K, amount: int) -> None:
-        totals = self.totals()
+        second = int(self._clock())
+        if second != self._second:
+            self.totals()
+            self._second, self._bucket = second, {}
+            self._buckets.append((second, self._bucket))
+        totals = self._totals
         if key not in totals and len(totals) >= _KEYS:
             return
-        second = int(self._clock())
-        if not self._buckets or self._buckets[-1][0] != second:
-            self._buckets.append((second, Counter()))
-        self._buckets[-1][1][key] += amount
+        self._bucket[key] = self._bucket.get(key, 0) + amount
         totals[key] += amount
 
     def totals(self) -> Counter[K]:
