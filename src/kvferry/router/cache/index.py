@@ -29,9 +29,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -158,7 +159,9 @@ class Publisher:
     blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
     estimate: Slot | None = None
-    estimates: dict[bytes, float] = field(default_factory=dict)  # and when they end
+    # And when they end; the oldest first. Not a dict, which takes longer to find its first entry
+    # the more entries before that were deleted.
+    estimates: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     known_in_a_row: int = 0  # removals, while the view is "lost"
     events: int = 0
     lost_events: int = 0
@@ -301,7 +304,7 @@ class CacheIndex:
                 best[engine, tier] = Holding(engine, tokens, tier, estimated)
 
         for part in self._parts.values():
-            for tier in ("gpu", "cpu"):
+            for tier in ("gpu", "cpu") if part.slots else ():
                 offer(part.engine, tier, [s for s in part.slots.values() if s.tier == tier])
         for part in self._parts.values():
             if part.estimate is not None:
@@ -320,13 +323,15 @@ class CacheIndex:
             part.estimate = Slot(engine, "gpu", 0, size, self._new_bit(), estimated=True)
             self._plan_walks()
         ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
-        bits = part.estimate.bits
+        bits, estimates, where, masks = part.estimate.bits, part.estimates, self._where, self._masks
+        before = len(estimates)
         # The last block goes in first: of one prompt, it is also the first to leave.
         for digest in reversed(chain.digests(size)):
-            if part.estimates.pop(digest, None) is None:
-                self._set(digest, bits)
-                self._size += 1
-            part.estimates[digest] = ends
+            if estimates.pop(digest, None) is None:
+                mask = where.get(digest, 0) | bits
+                where[digest] = masks.setdefault(mask, mask)
+            estimates[digest] = ends
+        self._size += len(estimates) - before
         while len(part.estimates) > part.capacity_blocks:
             self._drop_estimate(part)
         self._tidy()
@@ -614,18 +619,18 @@ class CacheIndex:
             slots = [slot for slot in part.slots.values() if slot.block_tokens == size]
             bits = sum(slot.bits for slot in slots)
             while blocks and count > 0:
-                name = next(iter(blocks))
-                digest = blocks.pop(name)
-                if digest in self._used:
-                    self._used.discard(digest)
-                    blocks[name] = digest
-                    continue
-                self._unset(digest, bits)
-                for slot in slots:
-                    part.copies.pop((slot.bits, name), None)
-                self._size -= 1
-                part.forgotten += 1
-                count -= 1
+                for name in list(islice(blocks, count)):
+                    digest = blocks.pop(name)
+                    if digest in self._used:
+                        self._used.discard(digest)
+                        blocks[name] = digest
+                        continue
+                    self._unset(digest, bits)
+                    for slot in slots:
+                        part.copies.pop((slot.bits, name), None)
+                    self._size -= 1
+                    part.forgotten += 1
+                    count -= 1
 
     def _expire(self) -> None:
         now = self._clock()
@@ -634,8 +639,7 @@ class CacheIndex:
                 self._drop_estimate(part)
 
     def _drop_estimate(self, part: Publisher) -> None:
-        digest = next(iter(part.estimates))
-        del part.estimates[digest]
+        digest, _ = part.estimates.popitem(last=False)
         self._size -= 1
         if part.estimate is not None:
             self._unset(digest, part.estimate.bits)
@@ -644,7 +648,7 @@ class CacheIndex:
         if part.estimate is not None:
             self._forgotten.append((part.estimate.bits, list(part.estimates)))
             self._size -= len(part.estimates)
-            part.estimates, part.estimate = {}, None
+            part.estimates, part.estimate = OrderedDict(), None
             self._plan_walks()
 
     # Walks
