@@ -263,7 +263,7 @@ class ClientReply:
     # As a `StreamSink`
 
     def take(self, data: bytes, last: bool) -> bool:
-        if self.saw is not None:
+        if self.saw is not None and data:
             self.saw(data)
         return self._pass(data, last)
 

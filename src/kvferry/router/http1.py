@@ -32,6 +32,7 @@ _REQUEST = re.compile(rb"(" + _TOKEN + rb") ([\x21-\x7e]+) HTTP/1\.([01])")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELDS = re.compile(rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_ONE_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -164,6 +165,15 @@ class Body:
             return
         if self._line:
             data = self._line + data
+        elif not (self._left or self._behind_chunk or self._behind_last):
+            # Usually one event of a stream comes as one chunk, and alone.
+            found = _ONE_CHUNK.match(data)
+            if found is not None:
+                begin, end = found.end(), len(data) - 2
+                if int(found[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
+                    self._count(end - begin)
+                    self.parts.append(data[begin:end])
+                    return
         at, size = 0, len(data)
         while not self.whole and at < size:
             if self._left:
@@ -211,14 +221,18 @@ class Body:
             size = int(found[1], 16)
             self._left = size
             self._behind_last = not size
-            if size < _SMALL_CHUNK_BYTES:
-                self._small_left -= 1
-                if self._small_left < 0:
-                    raise HttpError(
-                        f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
-                    )
+            self._count(size)
         else:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
+
+    def _count(self, size: int) -> None:
+        """A chunk has come."""
+        if size < _SMALL_CHUNK_BYTES:
+            self._small_left -= 1
+            if self._small_left < 0:
+                raise HttpError(
+                    f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
+                )
 
 
 @dataclass(slots=True)

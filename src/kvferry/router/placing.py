@@ -41,6 +41,7 @@ from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChai
 from kvferry.router.choice.choose import place
 from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
 from kvferry.router.choice.rates import (
+    REFIT_SECONDS,
     EngineMetrics,
     FleetMeter,
     PrefillVisit,
@@ -104,6 +105,7 @@ class Placer:
         self._followers: dict[str, _Follower] = {}
         self._no_metrics_until: dict[str, float] = {}
         self._running = False
+        self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         if self.by_cost:
             fleet.on_change(self._changed)
 
@@ -141,8 +143,11 @@ class Placer:
         return RequestWay(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
 
     def views(self) -> list[EngineView]:
-        """All engines, as the choice sees them now."""
-        usual = self.meters.usual()
+        """All engines, as the choice sees them now. What they cost is as of half a second ago."""
+        now = time.monotonic()
+        if now - self._usual_at > REFIT_SECONDS:
+            self._usual, self._usual_at = self.meters.usual(), now
+        usual = self._usual
         return [self._view(engine, usual) for engine in self._fleet.engines]
 
     def _view(self, engine: UpstreamEngine, usual: UsualRates) -> EngineView:
@@ -370,7 +375,8 @@ class RequestWay:
     def saw(self, data: bytes) -> None:
         """A part of the answer went by, or all of it."""
         self._events += data.count(b"\n\n")
-        if not self._handed_tokens:  # else the engine counts what was handed over as cached
+        # Of a hand-over, the engine counts what was handed over as cached.
+        if b"cached_tokens" in data and not self._handed_tokens:
             self._read_cached(data)
 
     def served(self, *, handed_over: bool) -> None:
@@ -440,7 +446,7 @@ class RequestWay:
 
     def _read_cached(self, data: bytes) -> None:
         """What the engine that computed the prompt says it had of it, where it says that."""
-        if b"cached_tokens" not in data or (found := _CACHED.search(data)) is None:
+        if (found := _CACHED.search(data)) is None:
             return
         self._cached = int(found[1])
         engine, chain = self._computed_on, self._chain

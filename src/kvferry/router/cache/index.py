@@ -332,7 +332,7 @@ class CacheIndex:
                 where[digest] = masks.setdefault(mask, mask)
             estimates[digest] = ends
         self._size += len(estimates) - before
-        while len(part.estimates) > part.capacity_blocks:
+        for _ in range(len(estimates) - part.capacity_blocks):
             self._drop_estimate(part)
         self._tidy()
 
@@ -558,6 +558,8 @@ class CacheIndex:
     def _pool_layouts(self) -> list[list[Slot]]:
         """The slots of each pool, once for each way in which engines cut it into blocks."""
         layouts: dict[tuple[int, ...], list[Slot]] = {}
+        if not self._pools:
+            return []
         for part in self._parts.values():
             own = [slot for slot in part.slots.values() if slot.tier == "pool"]
             if own:
@@ -590,7 +592,9 @@ class CacheIndex:
     # Bounds
 
     def _tidy(self) -> None:
-        self._sweep(_SWEPT_EACH_TIME if len(self._forgotten) <= _MOST_FORGOTTEN else sys.maxsize)
+        if self._forgotten:
+            few = len(self._forgotten) <= _MOST_FORGOTTEN
+            self._sweep(_SWEPT_EACH_TIME if few else sys.maxsize)
         while self._size > self.most_blocks:
             part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
             self._trim(part, self._size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
@@ -642,7 +646,12 @@ class CacheIndex:
         digest, _ = part.estimates.popitem(last=False)
         self._size -= 1
         if part.estimate is not None:
-            self._unset(digest, part.estimate.bits)
+            bits = part.estimate.bits
+            if self._where.get(digest) == bits:  # nobody else has it
+                del self._where[digest]
+                self._used.discard(digest)
+            else:
+                self._unset(digest, bits)
 
     def _forget_estimates(self, part: Publisher) -> None:
         if part.estimate is not None:
