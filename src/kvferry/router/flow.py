@@ -199,11 +199,13 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         reason=engine.reason,
         down_seconds=None if since is None else time.monotonic() - since,
         in_flight=engine.in_flight,
-        failures=engine.failures,
+        failures=engine.failures - engine.failed_probes,
+        failed_probes=engine.failed_probes,
         waiting_tokens=max(0, round(meter.waiting_work)),
         running=meter.running if decodes else None,
         prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
-        step_ms=1000 * meter.step_seconds(fits.step) if fits.step else None,
+        # An idle engine makes no steps.
+        step_ms=1000 * meter.step_seconds(fits.step) if fits.step and meter.running else None,
         cache=cache,
     )
 

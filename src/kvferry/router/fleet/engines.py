@@ -67,6 +67,7 @@ from kvferry.router.spans import RequestSpans
 log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
+PROBE = "probe"  # during which an engine may fail, besides requests
 # Of how many absences the usual one is the median.
 _REMEMBERED = 5
 # A longer absence says nothing about the next one: somebody took the engine out.
@@ -105,7 +106,8 @@ class UpstreamEngine:
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
         self.tickets = 0  # requests that hold a ticket of this engine, not yet used
-        self.failures = 0  # since the start
+        self.failures = 0  # of requests and probes, since the start
+        self.failed_probes = 0
         self._limits = limits
         self._failed_in_a_row = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
@@ -156,9 +158,10 @@ class UpstreamEngine:
         log.info("%s engine %s has passed its trial", self.role, self.url)
         return True
 
-    def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
+    def failed(self, reason: str, *, refused: bool = False, during: str = PROBE) -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
+        self.failed_probes += during == PROBE
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
         enough = 1 if refused or self.trial else self._limits.fail_after
@@ -579,7 +582,7 @@ class Fleet:
             until = asyncio.get_running_loop().time() + seconds
             status, _ = await self.transport.fetch(b"GET", at, _HEALTH_BYTES, until)
         except _TROUBLE as error:
-            _failure(engine, error, seconds, "probe")
+            _failure(engine, error, seconds, PROBE)
             return
         if 200 <= status < 300:
             engine.probed_well()
