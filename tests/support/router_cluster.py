@@ -187,6 +187,7 @@ class Server:
             self.app,
             log_config=None,
             ws="none",
+            loop="asyncio",  # as `serve` has it, whatever is installed
             http="auto" if self.limits is None else connections_of(self.app, self.limits),
             lifespan="off" if self.limits is None else "on",
             server_header=False,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
@@ -99,8 +99,7 @@ class ClientConnection(asyncio.Protocol):
             self.opened()
 
     def admit(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         peer = transport.get_extra_info("peername")
         self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
         self.address = address_of(self.client)
@@ -372,15 +371,18 @@ class ClientRequest:
             self._left -= len(data)
         elif self._chunked:
             if len(data) > _LARGE_BYTES:
-                self._send(b"%x\r\n" % len(data))
-                self._send(data)
-                data = b"\r\n"
+                connection.transport.write(self._pending + b"%x\r\n" % len(data))
+                connection.transport.write(data)
+                self._pending, data = b"", b"\r\n"
             elif data:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             if last:
                 data += b"0\r\n\r\n"
         if data or last:
-            self._send(data)
+            if self._pending:
+                data, self._pending = self._pending + data, b""
+            if data:
+                connection.transport.write(data)
         if last:
             self.answered = True
             if self._left and not self._silent:  # not as long as its head says
@@ -394,12 +396,6 @@ class ClientRequest:
         """Close the connection in the middle of the answer, which every client notices."""
         if not self.answered:
             self.connection.transport.abort()
-
-    def _send(self, data: bytes) -> None:
-        if self._pending:
-            data, self._pending = self._pending + data, b""
-        if data:
-            self.connection.transport.write(data)
 
     async def drained(self) -> None:
         """Wait until the client has read most of what was written. Raises ClientGone."""

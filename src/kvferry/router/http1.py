@@ -171,7 +171,8 @@ class Body:
             if found is not None:
                 begin, end = found.end(), len(data) - 2
                 if int(found[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
-                    self._count(end - begin)
+                    if end - begin < _SMALL_CHUNK_BYTES:
+                        self._count_small()
                     self.parts.append(data[begin:end])
                     return
         at, size = 0, len(data)
@@ -221,18 +222,17 @@ class Body:
             size = int(found[1], 16)
             self._left = size
             self._behind_last = not size
-            self._count(size)
+            if size < _SMALL_CHUNK_BYTES:
+                self._count_small()
         else:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
 
-    def _count(self, size: int) -> None:
-        """A chunk has come."""
-        if size < _SMALL_CHUNK_BYTES:
-            self._small_left -= 1
-            if self._small_left < 0:
-                raise HttpError(
-                    f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
-                )
+    def _count_small(self) -> None:
+        self._small_left -= 1
+        if self._small_left < 0:
+            raise HttpError(
+                f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
+            )
 
 
 @dataclass(slots=True)

@@ -147,16 +147,16 @@ class Placer:
         now = time.monotonic()
         if now - self._usual_at > REFIT_SECONDS:
             self._usual, self._usual_at = self.meters.usual(), now
-        usual = self._usual
-        return [self._view(engine, usual) for engine in self._fleet.engines]
+        usual, pooled = self._usual, self.index.pooled()
+        return [self._view(e, usual, e.url in pooled) for e in self._fleet.engines]
 
-    def _view(self, engine: UpstreamEngine, usual: UsualRates) -> EngineView:
+    def _view(self, engine: UpstreamEngine, usual: UsualRates, pooled: bool) -> EngineView:
         view = self.meters.view(
             engine.url,
             engine.roles,
             up=engine.room > 0,
             draining=engine.draining is not None,
-            pooled=self.index.pooled(engine.url),
+            pooled=pooled,
             usual=usual,
         )
         weight = engine.spec.weight

@@ -250,9 +250,13 @@ class CacheIndex:
         states = [part.state for part in self._of(engine)]
         return min(states, key=_WORST.index, default="estimated")
 
-    def pooled(self, engine: str) -> bool:
-        """Whether an engine has told of a pool, which it reads then."""
-        return any(tier == "pool" for part in self._of(engine) for tier, _ in part.slots)
+    def pooled(self) -> set[str]:
+        """Engines that have told of a pool, which they read then."""
+        if not self._pools:
+            return set()
+        return {
+            p.engine for p in self._parts.values() if any(tier == "pool" for tier, _ in p.slots)
+        }
 
     def stats(self) -> dict[str, IndexStats]:
         """By engine; data-parallel ranks together, with the state of the worst."""

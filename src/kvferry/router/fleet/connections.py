@@ -23,7 +23,7 @@ import select
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
 from kvferry.errors import KvferryError
@@ -237,6 +237,7 @@ class _Connection(asyncio.Protocol):
         self._ended = False  # the engine sends nothing more
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._poll: select.poll | None = None
         # While a stream passes:
         self._sink: StreamSink | None = None
         self._paused = False  # its client does not read
@@ -245,8 +246,7 @@ class _Connection(asyncio.Protocol):
     # By asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
         self._pool.opened(self)
@@ -290,9 +290,10 @@ class _Connection(asyncio.Protocol):
         """Whether an idle connection has ended, perhaps a moment ago, before the loop saw it."""
         if self._ended or self._transport.is_closing():
             return True
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(self._poll.poll(0))
 
     def send(self, head: bytes, body: bytes) -> None:
         self._head = None

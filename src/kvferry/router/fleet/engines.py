@@ -141,8 +141,10 @@ class UpstreamEngine:
     @property
     def room(self) -> int:
         """How many more requests it gets now."""
+        if not self.up or self.draining is not None or self.removed:
+            return 0
         most = self.trial or self._limits.max_running
-        return max(0, most - self.load) if self.open else 0
+        return max(0, most - self.in_flight - self.reserved)
 
     @property
     def idle(self) -> bool:
@@ -451,7 +453,11 @@ class Fleet:
         return best
 
     def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
-        return sum(e.room for e in self.with_role("decode") if e not in besides)
+        room = 0
+        for engine in self._engines.values():  # each request asks, so properties would cost much
+            if engine.up and "decode" in engine.spec.roles and engine not in besides:
+                room += engine.room
+        return room
 
     def absence(self, role: Role) -> tuple[float, float | None]:
         """Seconds until an engine should be up, and the usual absence, or None if none was seen.
