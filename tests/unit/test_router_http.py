@@ -278,21 +278,20 @@ def test_a_request_byte_by_byte() -> None:
 
 def test_expect_100_continue() -> None:
     with cluster() as c, connected(c) as sock:
-        for path, answer in ((b"/v1/completions", WHOLE), (b"/nothing", b"not_found")):
-            head = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n" % path
-            sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(ASK))
-            if path == b"/v1/completions":
-                got = received(sock, until=b"\r\n\r\n")
-                assert got == b"HTTP/1.1 100 Continue\r\n\r\n"
-                sock.sendall(ASK)
-                assert answer in received(sock, until=answer)
-            else:  # is refused before its body is asked for
-                got = received(sock, until=answer)
-                assert statuses(got) == [404]
-        sock.sendall(ASK)  # which is read, and dropped
-        sock.sendall(GOOD)
-        assert WHOLE in received(sock, until=WHOLE)
+        expects = b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(ASK)
+        sock.sendall(HEAD + expects)
+        assert received(sock, until=b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(ASK + GOOD)
+        got = b""
+        while got.count(WHOLE) < 2:
+            got += received(sock, until=WHOLE)
         assert "expect" not in c.decode[0].seen[0].headers
+        # A refusal comes before the body. What the client sends then, a body or the next request,
+        # nobody can tell: the connection ends.
+        sock.sendall(HEAD.replace(b"/v1", b"/v2") + expects)
+        got = received(sock)
+        assert statuses(got) == [404] and b"connection: close" in got
+        assert len(c.decode[0].seen) == 2
 
 
 def test_http_1_0_gets_its_answer_with_the_end_of_the_connection() -> None:

@@ -355,7 +355,10 @@ class ClientRequest:
                 lines.append((b"transfer-encoding", b"chunked"))
             else:  # the body ends with the connection
                 self.keeps = False
-        self.keeps = self.keeps and not closes
+        # A client that waits for 100 Continue may now send its body, or its next request. Nobody
+        # could tell which.
+        waits = self.head.continues and not self.head.body.whole
+        self.keeps = self.keeps and not closes and not waits
         if not self.keeps and not closes:
             lines.append((b"connection", b"close"))
         self._pending = write_head(status_line(status), lines)
