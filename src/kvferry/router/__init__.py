@@ -6,5 +6,6 @@ connections, requests and answers), `http1` (messages as bytes, for clients and 
 `engines` (the fleet: roles, health, choice), `connections` (HTTP to engines), `turns` (the line for
 busy engines, the budget of retries), `guard` (quotas, bodies, overdue connections), `api` (what
 changes in a request; configuration). Around them: `sources` (fleet files, DNS), `admin` and `keys`
-(who may change the fleet, who may ask), `server` (sockets, TLS, restarts), `live` and `page` (what people see of it).
+(who may change the fleet, who may ask), `server` (sockets, TLS, restarts), `live` and `page` (what
+people see of it).
 """
