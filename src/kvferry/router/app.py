@@ -163,9 +163,6 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
     gc.collect()
     gc.freeze()
-    # What the log does not show is not looked up for each line (docs.python.org, "Optimization").
-    logging._srcfile = None
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     with suppress(KeyboardInterrupt):  # drained by then
         RouterServer(settings, listen, draining).run()
 

@@ -110,6 +110,9 @@ class RouterServer(uvicorn.Server):
         except OSError as error:
             log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
             sys.exit(STARTUP_FAILURE)
+        # What the log does not show is not looked up for each line (docs.python.org, "Optimization").
+        logging._srcfile = None
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         await super().startup(sockets=mine)
         port = mine[0].getsockname()[1]
         self._door = _Door.open(door_path or _door_path(listen.host, port), mine, self._leave)
