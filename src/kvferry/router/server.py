@@ -110,7 +110,7 @@ class RouterServer(uvicorn.Server):
         except OSError as error:
             log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
             sys.exit(STARTUP_FAILURE)
-        # What the log does not show is not looked up for each line (docs.python.org, "Optimization").
+        # What the log does not show is not looked up for each line (logging HOWTO, "Optimization").
         logging._srcfile = None
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         await super().startup(sockets=mine)
