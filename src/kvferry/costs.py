@@ -15,7 +15,7 @@ import numpy as np
 
 ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
 MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
-FEW = 8  # new observations that may wait for `refit_seconds`
+FEW = MOST  # new observations that may wait for `refit_seconds`
 SPREAD = 1.5  # second largest size by second smallest; below, they do not tell the fixed part
 
 _MOST_BESIDE = 4  # slopes that are asked for in turn
@@ -36,8 +36,8 @@ class CostLine:
     disk, a machine that stands still. Least squares would follow them.
 
     forget_seconds  older observations go, except for the latest few
-    refit_seconds   a few new observations count only when the last fit is that old, so that a busy
-                    caller does not make one for each of them
+    refit_seconds   new observations count only when the last fit is that old, or when they are all
+                    that is left, so that a busy caller does not make a fit for each of them
     """
 
     def __init__(self, forget_seconds: float = math.inf, refit_seconds: float = 0.0) -> None:

@@ -170,7 +170,7 @@ def an_incident(fleet: Fleet) -> None:
     fleet.change(urls[0], up=True, reason="")
     fleet.pass_time(172)
     silent = "silent for 2 s"
-    fleet.change(urls[-1], up=False, reason=silent, failures=2)
+    fleet.change(urls[-1], up=False, reason=silent, failed_probes=2)
     lost, served = urls[-1], [entry for entry in fleet.open if entry[2].decode == urls[-1]]
     fleet.open = [entry for entry in fleet.open if entry[2].decode != lost]
     for _, placed, option in served:

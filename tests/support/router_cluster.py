@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from kvferry.router.api import EngineSpec, Limits, RouterConfig
-from kvferry.router.app import make_app
+from kvferry.router.app import connections_of, make_app
 from kvferry.router.fleet.engines import Fleet
 from kvferry.router.placing import Placer
 from waiting import wait_until
@@ -164,8 +164,9 @@ class QuickServer(uvicorn.Server):
 class Server:
     """An ASGI application under uvicorn in a thread; can be killed and started again."""
 
-    def __init__(self, app: Any, lifespan: str = "off") -> None:
-        self.app, self.lifespan, self.port = app, lifespan, 0
+    def __init__(self, app: Any, limits: Limits | None = None) -> None:
+        """`limits`: of a router, whose clients get its own connections."""
+        self.app, self.limits, self.port = app, limits, 0
         self.start()
 
     @property
@@ -186,7 +187,9 @@ class Server:
             self.app,
             log_config=None,
             ws="none",
-            lifespan=self.lifespan,
+            loop="asyncio",  # as `serve` has it, whatever is installed
+            http="auto" if self.limits is None else connections_of(self.app, self.limits),
+            lifespan="off" if self.limits is None else "on",
             server_header=False,
             timeout_graceful_shutdown=2,
         )
@@ -259,7 +262,7 @@ def cluster(
             limits,
             **config,
         )
-        router = Server(make_app(given), lifespan="on")
+        router = Server(make_app(given), limits)
         stack.callback(router.join)
         for server in servers.values():
             stack.callback(server.tell_to_stop)

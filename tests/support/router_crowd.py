@@ -20,7 +20,7 @@ _OTHERS = 50  # requests of others, while the crowd is there
 _PLAIN = post(b'{"prompt": "x"}')
 _STREAM = post(b'{"prompt": "x", "stream": true}')
 _ADDRESSES = 8  # that the crowd connects from; each has 28,000 ports
-# A connection that is idle: the socket's transport, uvicorn's connection and h11's parser.
+# A connection that is idle: the socket's transport and the router's connection.
 _MOST_BYTES_EACH = 40 << 10
 # A slow client: the pieces of its stream that wait in the router, on both sides.
 _MOST_BYTES_SLOW = 512 << 10

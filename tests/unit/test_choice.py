@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 
 from kvferry.router.choice.choose import (
@@ -49,7 +50,7 @@ def engine(name: str, roles: frozenset[Role] = DECODE, **known: object) -> Engin
         step_seconds=0.005,
         receive=Rate(0.006, 1e-5),
     )
-    return replace(usual, **known)  # type: ignore[arg-type]
+    return msgspec.structs.replace(usual, **known)  # type: ignore[arg-type]
 
 
 def held(name: str, tokens: int, tier: Tier = "gpu") -> Holding:
@@ -136,7 +137,9 @@ def test_a_prefix_of_another_engine_is_used_only_through_its_prefill_role():
     assert placed(prompt, only_decodes, engine("d")).chosen.source == "none"
     also_prefills = engine("holder", BOTH, running=100)
     weights = replace(SELFISH, decode=0.01)
-    slow = replace(also_prefills, step_seconds=0.5)  # good to prefill on, bad to decode on
+    slow = msgspec.structs.replace(
+        also_prefills, step_seconds=0.5
+    )  # good to prefill on, bad to decode on
     chosen = placed(prompt, slow, engine("d"), weights=weights).chosen
     assert (chosen.prefill, chosen.decode, chosen.source) == ("holder", "d", "handover")
 
@@ -216,9 +219,9 @@ def test_a_full_engine_is_waited_for_as_long_as_answers_take():
     prompt = PromptView(10_000)
     queue = placed(prompt, full).chosen.parts["queue"]
     assert queue == pytest.approx((10_000 + 256 + 50_000) / 100_000 * 256 * 0.005)
-    roomy = replace(full, free_blocks=0.7)
+    roomy = msgspec.structs.replace(full, free_blocks=0.7)
     assert placed(prompt, roomy).chosen.parts["queue"] == 0
-    unknown = replace(full, cache_tokens=0)
+    unknown = msgspec.structs.replace(full, cache_tokens=0)
     assert placed(prompt, unknown).chosen.parts["queue"] == 0
 
 

@@ -340,12 +340,14 @@ def test_changes_are_told_once_and_the_last_ones_kept() -> None:
 
 def test_recent_failures_of_an_engine_are_counted() -> None:
     world = World()
-    world.set(D, failures=7)  # before the first look: not known when
+    world.set(D, failures=7, failed_probes=3)  # before the first look: not known when
     world.after(1)
-    world.set(D, failures=9)
-    recent = {e["url"]: e["recent_failures"] for e in world.after(1)["engines"]}
-    assert recent == {P: 0, D: 2, E: 0}
-    assert world.after(301)["engines"][1]["recent_failures"] == 0
+    world.set(D, failures=9, failed_probes=8)
+    shown = world.after(1)["engines"]
+    recent = {e["url"]: (e["recent_failures"], e["recent_failed_probes"]) for e in shown}
+    assert recent == {P: (0, 0), D: (2, 5), E: (0, 0)}
+    late = world.after(301)["engines"][1]
+    assert (late["recent_failures"], late["recent_failed_probes"]) == (0, 0)
 
 
 def test_one_snapshot_serves_all_readers() -> None:
@@ -365,6 +367,7 @@ def test_the_state_has_what_the_page_reads() -> None:
     shown = json.loads(fleet.live.snapshot())
     engine = {"url", "roles", "up", "draining", "reason", "in_flight", "waiting_tokens"}
     engine |= {"running", "prefill_tokens_per_second", "step_ms", "cache"}
+    engine |= {"recent_failures", "recent_failed_probes"}
     assert engine <= set(shown["engines"][0])
     assert set(shown["engines"][0]["cache"]) == {"state", "blocks", "hit_rate"}
     assert set(shown["flows"][0]) == {"from", "to", "requests_per_minute", "tokens_per_minute"}

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from kvferry.router.api import (
     Generation,
     Limits,
     RouterConfig,
+    StreamSink,
     base_url,
     ticket_of,
 )
@@ -264,35 +265,56 @@ def test_when_an_engine_is_expected_back() -> None:
     assert fleet.absence("decode") == (25.0, 50.0)  # the first one to be back
 
 
+@dataclass
+class FakeRequest:
+    """What a reply needs of a client's request."""
+
+    sent: list[bytes] = field(default_factory=list)
+    aborted: bool = False
+
+    def begin(self, status: int, headers: Any) -> None:
+        pass
+
+    def write(self, data: bytes, last: bool = False) -> bool:
+        self.sent.append(data)
+        return False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    async def drained(self) -> None:
+        pass
+
+
 def test_streams_pass_event_by_event() -> None:
-    sent: list[bytes] = []
+    @dataclass
+    class Rest:
+        parts: tuple[bytes, ...]
+        breaks: bool
 
-    async def send(message: Any) -> None:
-        sent.append(message.get("body", b"start"))
-
-    async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
-        for part in parts:
-            yield part
+        async def pass_on(self, sink: StreamSink) -> None:
+            for part in self.parts:
+                sink.take(part, False)
+            if self.breaks:
+                raise OSError
+            sink.take(b"", True)
 
     def passed(first: bytes, *rest: bytes, headers: Any = (), cut: bool = False) -> list[bytes]:
+        request = FakeRequest()
+
         async def run() -> None:
-            reply = ClientReply(send, b"id")
-            await reply.send(Answer(200, list(headers), first, pieces(*rest)))
-
-        async def broken() -> None:
-            async def fail() -> AsyncIterator[bytes]:
-                for part in rest:
-                    yield part
-                raise OSError
-
-            reply = ClientReply(send, b"id")
+            reply = ClientReply(request, b"id")  # type: ignore[arg-type]
+            answer = Answer(200, list(headers), first, Rest(rest, cut))
+            if not cut:
+                await reply.send(answer)
+                return
             with pytest.raises(OSError):
-                await reply.send(Answer(200, list(headers), first, fail()))
+                await reply.send(answer)
             await reply.cut("code", "why")
+            assert request.aborted == (not request.sent[-1].startswith(b"data: "))
 
-        sent.clear()
-        asyncio.run(broken() if cut else run())
-        return [part for part in sent[1:] if part]
+        asyncio.run(run())
+        return [part for part in request.sent if part]
 
     large = b"x" * (100 << 10)
     gzip = [(b"content-encoding", b"gzip")]

@@ -53,7 +53,11 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made = Collector()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", made.endpoint)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds between two batches
+    before = set(threading.enumerate())
     yield made
+    # The SDK sends what is left before its thread ends, and tries again for long where it cannot.
+    made.go_on.set()
+    wait_until(lambda: not set(threading.enumerate()) - before, 60, "a sender is left")
     made.close()
 
 

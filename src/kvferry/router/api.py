@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -54,6 +54,23 @@ _MAX_FIELDS = 1024
 _MAX_COLONS = 500_000
 
 
+class StreamSink(Protocol):
+    """Where a stream goes."""
+
+    def take(self, data: bytes, last: bool) -> bool:
+        """The next bytes. Returns whether no more should come until `on_drain` calls."""
+
+    def on_drain(self, go_on: Callable[[], None] | None) -> None:
+        """What to call when more may come."""
+
+
+class StreamRest(Protocol):
+    """What of a stream has not come yet."""
+
+    async def pass_on(self, sink: StreamSink) -> None:
+        """Give it to `sink` as it comes; returns at its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer to a client: an engine's, unchanged, or the router's own."""
@@ -61,7 +78,7 @@ class Answer:
     status: int
     headers: Headers
     body: bytes  # of a stream, the first bytes
-    rest: AsyncIterator[bytes] | None = None  # of a stream, the other bytes
+    rest: StreamRest | None = None  # of a stream, the other bytes
 
 
 class ApiError(KvferryError):
@@ -90,17 +107,16 @@ class Generation:
     """A request for a completion or a chat completion."""
 
     def __init__(self, body: bytes) -> None:
-        too_many = ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
         if body.count(b":") > _MAX_COLONS:
-            raise too_many
+            raise _too_many_fields()
         try:
-            self._fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            self.fields: dict[str, msgspec.Raw] = _FIELDS.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ApiError(
                 400, "invalid_json", f"the body must be a JSON object: {error}"
             ) from None
-        if len(self._fields) > _MAX_FIELDS:
-            raise too_many
+        if len(self.fields) > _MAX_FIELDS:
+            raise _too_many_fields()
         self._body = body
 
     @property
@@ -134,7 +150,7 @@ class Generation:
         return None
 
     def for_prefill(self) -> bytes:
-        wanted = {k: v for k, v in self._fields.items() if k not in _NOT_FOR_PREFILL}
+        wanted = {k: v for k, v in self.fields.items() if k not in _NOT_FOR_PREFILL}
         wanted |= {k: msgspec.Raw(v) for k, v in _PREFILL.items()}
         return msgspec.json.encode(wanted)
 
@@ -143,17 +159,24 @@ class Generation:
 
         A client's own `kv_transfer_params` never reach an engine, because they name hosts to dial.
         """
-        if not ticket and PARAMS not in self._fields:
+        if not ticket and PARAMS not in self.fields:
             return self._body
-        wanted = {k: v for k, v in self._fields.items() if k != PARAMS}
+        wanted = {k: v for k, v in self.fields.items() if k != PARAMS}
         if ticket:
             wanted[PARAMS] = msgspec.Raw(ticket)
         return msgspec.json.encode(wanted)
 
     def _get(self, name: str) -> bytes:
         """A field's JSON; empty if it is missing or null."""
-        value = bytes(self._fields.get(name, b"")).strip()
+        value = bytes(self.fields.get(name, b"")).strip()
         return b"" if value == b"null" else value
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _too_many_fields() -> ApiError:
+    return ApiError(400, "too_many_fields", f"a request has {_MAX_FIELDS} fields at most")
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -174,7 +197,7 @@ def request_id_of(headers: Headers) -> bytes:
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value
-    return uuid.uuid4().hex.encode()
+    return os.urandom(16).hex().encode()
 
 
 def client_seconds(headers: Headers, most: float) -> float | None:
@@ -201,15 +224,12 @@ def client_seconds(headers: Headers, most: float) -> float | None:
 
 
 def end_to_end(headers: Headers) -> Headers:
-    """The headers of a request or an answer that the router passes on; names in lower case."""
-    named = {
-        part.strip().lower()
-        for name, value in headers
-        if name.lower() == b"connection"
-        for part in value.split(b",")
-    }
-    drop = _HOP_BY_HOP | named
-    return [(name.lower(), value) for name, value in headers if name.lower() not in drop]
+    """The headers of a request or an answer that the router passes on. Names are in lower case."""
+    drop = _HOP_BY_HOP
+    for name, value in headers:
+        if name == b"connection":
+            drop = drop | {part.strip().lower() for part in value.split(b",")}
+    return [field for field in headers if field[0] not in drop]
 
 
 def _many(value: bytes) -> bool:

@@ -12,12 +12,12 @@ import copy
 import gc
 import logging
 import math
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import anyio
 import uvicorn
 from prometheus_client import disable_created_metrics, generate_latest
 from starlette.applications import Starlette
@@ -25,7 +25,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
@@ -34,22 +33,22 @@ from kvferry.router.admin import PATH as ADMIN_PATH
 from kvferry.router.admin import Admin
 from kvferry.router.api import (
     ApiError,
-    Headers,
+    Limits,
     RouterConfig,
     client_seconds,
     end_to_end,
     request_id_of,
 )
+from kvferry.router.clients import ClientConnection, ClientRequest
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
     LIVE_STREAM,
-    ClientConnection,
     ClientGone,
     Guard,
     RequestMemory,
-    address_of,
     read_body,
+    require_short,
 )
 from kvferry.router.page.serve import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
@@ -64,7 +63,6 @@ def make_app(config: RouterConfig) -> Starlette:
     """The router as an ASGI application. It can start only once, because it owns connections."""
     router = Router(config)
     status, page = Status(router), LivePage(router.live)
-    generate = ApiRoute(router, router.generate)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -80,11 +78,9 @@ def make_app(config: RouterConfig) -> Starlette:
     admin = []
     if config.token is not None:
         admin.append(Route(ADMIN_PATH, Admin(router, config.token).engines, methods=ADMIN_METHODS))
-    app = _RouterApp(
+    app = Starlette(
         routes=[
             *admin,
-            *(Route(path, generate, methods=["POST"]) for path in COMPLETIONS),
-            Route("/v1/models", ApiRoute(router, router.pass_on), methods=["GET"]),
             Route("/health", status.health),
             Route("/metrics", status.metrics),
             Route("/live", page.state),
@@ -94,24 +90,31 @@ def make_app(config: RouterConfig) -> Starlette:
         exception_handlers={HTTPException: _no_such_route},
         lifespan=lifespan,
     )
-    app.completions = {("POST", path): generate for path in COMPLETIONS}
     app.state.router = router
+    # Served without ASGI, by `ClientConnection`.
+    app.state.api = dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate))
+    app.state.api["/v1/models"] = ApiRoute(router, ("GET", "HEAD"), router.pass_on)
     app.router.redirect_slashes = False  # a redirect would point to any host that a client names
     return app
 
 
-class _RouterApp(Starlette):
-    """Completions are served at once, without a look at all routes and two layers around sends."""
+def connections_of(
+    app: Starlette, limits: Limits, tls: ssl.SSLContext | None = None
+) -> type[ClientConnection]:
+    """The class of a server's connections, with one guard for all of them."""
 
-    completions: Mapping[tuple[str, str], ApiRoute]
+    class Plain(ClientConnection):
+        guard = Guard(limits)
+        routes = app.state.api
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            route = self.completions.get((scope["method"], scope["path"]))
-            if route is not None:
-                await route(scope, receive, send)
-                return
-        await super().__call__(scope, receive, send)
+    if tls is None:
+        return Plain
+
+    class Secure(TlsConnection, Plain):
+        context = tls  # type: ignore[assignment]  # not None here
+        handshake_seconds = limits.header_seconds
+
+    return Secure
 
 
 def serve(config: RouterConfig, listen: Listen) -> None:
@@ -121,16 +124,6 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     """
     require_port(listen.port)
     tls = listen.tls()
-    guard_of_all = Guard(config.limits)
-
-    class Guarded(ClientConnection):
-        guard = guard_of_all
-
-    class GuardedTls(TlsConnection):
-        guard = guard_of_all
-        context = tls  # type: ignore[assignment]  # not None where it is used
-        handshake_seconds = config.limits.header_seconds
-
     disable_created_metrics()  # type: ignore[no-untyped-call]
     # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged.
     logging_config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
@@ -139,15 +132,16 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     logging_config["loggers"]["kvferry"] = ours
     logging_config["loggers"]["opentelemetry"] = ours  # of a collector that does not answer
     app = make_app(config)
+    connections = connections_of(app, config.limits, tls)
     settings = uvicorn.Config(
         app,
         log_config=logging_config,
         access_log=False,  # `ApiRoute` logs each request with what was done for it
         server_header=False,
-        http=Guarded if tls is None else GuardedTls,
+        http=connections,
         loop="asyncio",  # uvloop buffers a whole answer before it reports a client that reads none
         ws="none",
-        backlog=guard_of_all.backlog,
+        backlog=connections.guard.backlog,
         proxy_headers=False,  # quotas count the address that really connects
         timeout_graceful_shutdown=math.ceil(config.limits.drain_seconds),
     )
@@ -182,56 +176,52 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 class ApiRoute:
-    """One route of the API. `serve` gets a request and its body, and answers it."""
+    """One route of the API. `answer` gets a request and its body, and answers it."""
 
     def __init__(
-        self, router: Router, serve: Callable[[Incoming, bytes, ClientReply], Awaitable[None]]
+        self,
+        router: Router,
+        methods: Collection[str],
+        answer: Callable[[Incoming, bytes, ClientReply], Awaitable[None]],
     ) -> None:
         self._router = router
-        self._serve = serve
+        self._methods = methods
+        self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, request: ClientRequest) -> None:
         router = self._router
-        headers: Headers = list(scope["headers"])
-        address = address_of(scope.get("client"))
+        headers, address, method = request.head.headers, request.address, request.head.method
         held = RequestMemory(router.memory, address)
         asked = Incoming(
-            request_id_of(headers),
-            scope["method"],
-            scope["path"],
-            end_to_end(headers),
-            held,
-            address,
+            request_id_of(headers), method, request.path, end_to_end(headers), held, address
         )
         if router.spans is not None:
-            asked.spans = router.spans.request(
-                asked.method, asked.path, asked.request_id, asked.headers
-            )
+            asked.spans = router.spans.request(method, asked.path, asked.request_id, asked.headers)
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(send, asked.request_id, lambda: router.draining)
+        reply = ClientReply(request, asked.request_id, lambda: router.draining)
         begun = time.monotonic()
         outcome = "internal"
         try:
-            outcome = await self._outcome(asked, headers, receive, reply)
+            outcome = await self._outcome(asked, request, reply)
         except asyncio.CancelledError:  # the router stops before this request has ended
             outcome = "stopped"
-            with suppress(ClientGone):
-                await reply.cut("router_stopped", "the router stopped in the middle of this answer")
+            await reply.cut("router_stopped", "the router stopped in the middle of this answer")
             raise
         finally:
             held.close()
             router.requests[outcome] += 1
-            router.live.ended(outcome, asked.placed, asked.request_id.decode(), asked.trail)
+            request_id = asked.request_id.decode()
+            router.live.ended(outcome, asked.placed, request_id, asked.trail)
             ended = time.monotonic()
             if outcome == "ok":
                 router.latency["request_seconds"].observe(ended - begun)
-                if asked.method == "POST":
+                if method == "POST":
                     router.latency["first_byte_seconds"].observe(reply.began - begun)
             log.info(
                 "%s %s %s: %s %d, %.3f s [%s]",
-                asked.request_id.decode(),
-                asked.method,
+                request_id,
+                method,
                 asked.path,
                 outcome,
                 reply.status,
@@ -241,54 +231,80 @@ class ApiRoute:
             if asked.spans is not None:
                 asked.spans.ended(outcome, reply.status, asked.placed)
 
-    async def _outcome(
-        self, asked: Incoming, headers: Headers, receive: Receive, reply: ClientReply
-    ) -> str:
+    async def _outcome(self, asked: Incoming, request: ClientRequest, reply: ClientReply) -> str:
         """Serve the request, or answer with an error. Returns how it ended."""
-        limits = self._router.limits
-        begun = anyio.current_time()
+        router, headers = self._router, request.head.headers
+        deadline: _Deadline | None = None
         try:
             try:
-                if self._router.keys is not None:
-                    asked.client = self._router.keys.require(headers)
-                if self._router.engine_key is not None:
-                    asked.headers = self._router.engine_key.replace(asked.headers)
-                seconds = client_seconds(headers, limits.answer_seconds)
-                deadline = math.inf if seconds is None else begun + seconds
-                body = await read_body(headers, receive, asked.held, limits)
-                with self._router.places.one(asked.held.address):
-                    await _unless_gone(self._serve(asked, body, reply), receive, deadline)
+                if asked.method not in self._methods:
+                    raise self._not_allowed(asked)
+                if router.keys is not None:
+                    asked.client = router.keys.require(headers)
+                if router.engine_key is not None:
+                    asked.headers = router.engine_key.replace(asked.headers)
+                seconds = client_seconds(headers, router.limits.answer_seconds)
+                if seconds is not None:
+                    deadline = _Deadline(request, seconds)
+                body = request.whole_body(router.limits.max_body_bytes)
+                if body is None:
+                    body = await read_body(headers, request.receive, asked.held, router.limits)
+                else:
+                    require_short(headers)
+                    asked.held.add(len(body))
+                router.places.enter(request.address)
+                try:
+                    await self._answer(asked, body, reply)
+                finally:
+                    router.places.leave(request.address)
             except ApiError as error:
                 await reply.send(error.answer)
             return _by_status(reply.status)
         except ClientGone:
             return "client_gone"
-        except _DeadlineOver:
-            message = f"the deadline of {seconds:g} s that this request named is over"
-            asked.trail.append(message)
+        except asyncio.CancelledError:
+            # The connection cancels the task of a client that is gone, and a deadline does so too.
+            if not (request.gone or (deadline is not None and deadline.over)):
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            if request.gone or deadline is None:
+                return "client_gone"
+            asked.trail.append(deadline.message)
             with suppress(ClientGone):
                 if reply.status:
-                    await reply.cut("deadline_exceeded", message)
+                    await reply.cut("deadline_exceeded", deadline.message)
                 else:
-                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
+                    late = ApiError(504, "deadline_exceeded", deadline.message)
+                    await reply.send(late.answer)
             return "deadline"
         except EngineFailure as error:
             asked.failed(str(error))
             how = "fell silent" if error.timed_out else "broke off"
-            with suppress(ClientGone):
-                # If this is not possible, the server closes the connection.
-                await reply.cut(
-                    "engine_timeout" if error.timed_out else "engine_failed",
-                    f"the decode engine {how} in the middle of this answer",
-                )
+            await reply.cut(
+                "engine_timeout" if error.timed_out else "engine_failed",
+                f"the decode engine {how} in the middle of this answer",
+            )
             return "broken_stream"
         except Exception:  # a bug of the router
             log.exception("request %s broke the router", asked.request_id.decode())
-            if not reply.status:
+            if reply.status:
+                request.abort()
+            else:
                 ours = ApiError(500, "internal_error", "the router failed; its log says why")
                 with suppress(ClientGone):
                     await reply.send(ours.answer)
             return "internal"
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+
+    def _not_allowed(self, asked: Incoming) -> ApiError:
+        message = f"{asked.method} {asked.path} is not served by the router"
+        error = ApiError(405, "method_not_allowed", message)
+        error.answer.headers.append((b"allow", ", ".join(self._methods).encode()))
+        return error
 
 
 def _by_status(status: int) -> str:
@@ -298,38 +314,22 @@ def _by_status(status: int) -> str:
     return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
-class _DeadlineOver(Exception):
-    """The time that the client gave its request is over."""
+class _Deadline:
+    """The time that a client gave its request. When it is over, the request's task is cancelled."""
 
+    def __init__(self, request: ClientRequest, seconds: float) -> None:
+        self.over = False
+        self.message = f"the deadline of {seconds:g} s that this request named is over"
+        self._request = request
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
 
-async def _unless_gone(work: Awaitable[None], receive: Receive, deadline: float) -> None:
-    """Do the work. If the client disconnects, cancel it and raise ClientGone; _DeadlineOver if it
-    takes longer than until `deadline`, in the loop's time.
+    def cancel(self) -> None:
+        self._timer.cancel()
 
-    This cancels by anyio, whose scope knows its own cancellation from that of a server that stops.
-    """
-    leaving = asyncio.create_task(_disconnect(receive))
-    gone = False
-
-    def left(task: asyncio.Task[None]) -> None:
-        nonlocal gone
-        if not task.cancelled():
-            gone = True
-            scope.cancel()
-
-    with anyio.CancelScope(deadline=deadline) as scope:
-        leaving.add_done_callback(left)
-        try:
-            await work
-        finally:
-            leaving.cancel()
-    if scope.cancelled_caught:
-        raise ClientGone if gone else _DeadlineOver
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    def _end(self) -> None:
+        if not self._request.answered and self._request.task is not None:
+            self.over = True
+            self._request.task.cancel()
 
 
 class Status:

@@ -46,12 +46,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
-from starlette.types import Message, Send
 
 from kvferry.router.api import (
     COMMAND_LINE,
@@ -65,6 +64,7 @@ from kvferry.router.api import (
 from kvferry.router.cache.index import IndexStats
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.choice.rates import EngineMeter
+from kvferry.router.clients import ClientRequest
 from kvferry.router.fleet.engines import (
     AnswerTooLong,
     EngineFailure,
@@ -74,7 +74,7 @@ from kvferry.router.fleet.engines import (
 )
 from kvferry.router.fleet.sources import Sources
 from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import ClientGone, MemoryLimit, Places
+from kvferry.router.guard import MemoryLimit, Places
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
@@ -116,6 +116,7 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_NONE: set[UpstreamEngine] = set()
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -198,11 +199,13 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         reason=engine.reason,
         down_seconds=None if since is None else time.monotonic() - since,
         in_flight=engine.in_flight,
-        failures=engine.failures,
+        failures=engine.failures - engine.failed_probes,
+        failed_probes=engine.failed_probes,
         waiting_tokens=max(0, round(meter.waiting_work)),
         running=meter.running if decodes else None,
         prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
-        step_ms=1000 * meter.step_seconds(fits.step) if fits.step else None,
+        # An idle engine makes no steps.
+        step_ms=1000 * meter.step_seconds(fits.step) if fits.step and meter.running else None,
         cache=cache,
     )
 
@@ -211,71 +214,83 @@ class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
     def __init__(
-        self, send: Send, request_id: bytes, is_last: Callable[[], bool] = lambda: False
+        self,
+        request: ClientRequest,
+        request_id: bytes,
+        is_last: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_last`: whether the connection is closed after this answer."""
+        self._request = request
+        self._request_id = request_id
         self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
-        self._between_events = False  # in a stream
+        self.saw: Callable[[bytes], None] | None = None  # a stream's bytes behind the first
+        self._by_events = False  # a stream that passes event by event
+        self._between_events = False
         self._part = b""  # of the next event
-        self._raw_send = send
-        self._request_id = request_id
 
     async def send(self, answer: Answer) -> None:
+        """Raises ClientGone."""
+        request, body = self._request, answer.body
         self.status = answer.status
         self.began = time.monotonic()
         headers = [*answer.headers, (b"x-request-id", self._request_id)]
         if answer.rest is None:
-            headers.append((b"content-length", b"%d" % len(answer.body)))
+            headers.append((b"content-length", b"%d" % len(body)))
         if self._is_last() and not any(name == b"connection" for name, _ in headers):
             headers.append((b"connection", b"close"))
-        start = {"type": "http.response.start", "status": answer.status, "headers": headers}
-        await self._send(start)
-        if answer.rest is None:
-            for at in range(0, len(answer.body), _PIECE_BYTES):
-                await self._send_body(answer.body[at : at + _PIECE_BYTES])
-        elif any(name == b"content-encoding" for name, _ in answer.headers):
-            await self._send_body(answer.body)
-            async for data in answer.rest:
-                await self._send_body(data)
-        else:
-            self._between_events = True
-            await self._send_events(answer.body)
-            async for data in answer.rest:
-                await self._send_events(data)
-            await self._send_body(self._part)
-        self._between_events = False
-        await self._send_body(b"", more=False)
+        request.begin(answer.status, headers)
+        if answer.rest is not None:
+            coded = any(name == b"content-encoding" for name, _ in answer.headers)
+            self._by_events = self._between_events = not coded
+            self._pass(body, last=False)
+            await request.drained()
+            await answer.rest.pass_on(self)
+            return
+        for at in range(0, len(body) - _PIECE_BYTES, _PIECE_BYTES):
+            request.write(body[at : at + _PIECE_BYTES])
+            await request.drained()
+        request.write(body[(max(0, len(body) - 1) // _PIECE_BYTES) * _PIECE_BYTES :], last=True)
 
     async def cut(self, code: str, message: str) -> None:
-        """End a stream with an error, if it stands between two events."""
+        """End a stream with an error, if it stands between two events. Else the client gets an
+        answer without an end."""
         if self._between_events:
             self._between_events = False
-            await self._send_body(b"data: %s\n\n" % error_body(500, code, message))
-            await self._send_body(b"", more=False)
+            self._request.write(b"data: %s\n\n" % error_body(500, code, message), last=True)
+        elif self.status:
+            self._request.abort()
 
-    async def _send_events(self, data: bytes) -> None:
+    # As a `StreamSink`
+
+    def take(self, data: bytes, last: bool) -> bool:
+        if self.saw is not None and data:
+            self.saw(data)
+        return self._pass(data, last)
+
+    def on_drain(self, go_on: Callable[[], None] | None) -> None:
+        self._request.connection.drained = go_on
+
+    def _pass(self, data: bytes, last: bool) -> bool:
         """Pass on whole events, and keep the part of the next one, if it is small."""
-        data = self._part + data
-        ends = [at + len(mark) for mark in _EVENT_ENDS if (at := data.rfind(mark)) >= 0]
-        end = max(ends, default=0)
-        large = len(data) - end > _PIECE_BYTES
-        if large:
-            end = len(data)
-        self._part = data[end:]
-        if end:
+        if self._by_events and not last:
+            if self._part:
+                data = self._part + data
+            if data.endswith(b"\n\n"):
+                end = len(data)
+            else:
+                end = max(at + len(e) if (at := data.rfind(e)) >= 0 else 0 for e in _EVENT_ENDS)
+            large = len(data) - end > _PIECE_BYTES
+            if large:
+                end = len(data)
+            data, self._part = data[:end], data[end:]
+            if not end:
+                return False
             self._between_events = not large
-            await self._send_body(data[:end])
-
-    async def _send_body(self, data: bytes, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def _send(self, message: Message) -> None:
-        try:
-            await self._raw_send(message)
-        except OSError as error:
-            raise ClientGone from error
+        elif last:
+            data, self._part, self._between_events = self._part + data, b"", False
+        return self._request.write(data, last)
 
 
 class _Trip:
@@ -335,11 +350,11 @@ class _Trip:
             engine = self._choose() or self._pick_decode()
             if engine is None:  # it went down just now
                 continue
-            with self._fleet.reserved(engine):
-                if self._wanted is not None and self._ticket is None:
+            if self._wanted is not None and self._ticket is None:
+                with self._fleet.reserved(engine):
                     await self._prefill(self._wanted, engine, again=tries > 0)
-                    if self._reply.status:
-                        return
+                if self._reply.status:
+                    return
             if not engine.up:  # it went down while the other prefilled
                 if self._alone:
                     self._ticket, self._alone = None, False
@@ -387,8 +402,8 @@ class _Trip:
         begun = time.monotonic()
         decision = self._placement.choose(
             may_hand_over=self._ticket is None,
-            not_prefill={engine.url for engine in self._failed_prefill},
-            not_decode={engine.url for engine in self._failed_decode()},
+            not_prefill=self._failed_prefill,
+            not_decode=self._failed_decode(),
         )
         if decision is None:
             return None
@@ -424,6 +439,8 @@ class _Trip:
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
+        if not self._tried_decode:
+            return _NONE
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
     async def _turn(self) -> bool:
@@ -469,6 +486,9 @@ class _Trip:
         `decode` is the engine that will use the ticket.
         """
         fleet, failed = self._fleet, self._failed_prefill
+        if not failed and self._chosen_prefill is None and not fleet.with_role("prefill"):
+            self._fall_back("no_prefill_engine")
+            return
         headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
         headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
         asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
@@ -486,7 +506,9 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.prefill(engine.url)
-                async with fleet.ask(engine, asked, body, seconds) as got:
+                asking = await fleet.ask(engine, asked, body, seconds)
+                try:
+                    got = asking.answer
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -502,6 +524,8 @@ class _Trip:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
+                finally:
+                    asking.close()
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.failed(f"{error}")
                 failed.add(engine)
@@ -544,7 +568,9 @@ class _Trip:
         placement, handed_over = self._placement, bool(self._ticket)
         if placement is not None:
             placement.decode(engine.url, handed_over=handed_over)
-        async with self._fleet.ask(engine, asked, body, seconds) as got:
+        asking = await self._fleet.ask(engine, asked, body, seconds)
+        try:
+            got = asking.answer
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
@@ -552,7 +578,7 @@ class _Trip:
             if placement is not None and got.status == 200:
                 if got.rest is not None:
                     placement.first(engine.url, got.body)
-                    got = replace(got, rest=_watched(got.rest, placement))
+                    self._reply.saw = placement.saw
                 else:
                     placement.saw(got.body)
             if asked.placed is not None and placement is not None:
@@ -573,6 +599,8 @@ class _Trip:
                         placement.actual_seconds,
                     )
                     asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
+        finally:
+            asking.close()
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
@@ -599,12 +627,5 @@ class _Trip:
             headers = [*answer.headers, (b"x-kvferry-path", path)]
             if self._placement is not None and self._placement.decision is not None:
                 headers.append((b"x-kvferry-decision", self._placement.summary()))
-            answer = replace(answer, headers=headers)
+            answer = Answer(answer.status, headers, answer.body, answer.rest)
         await self._reply.send(answer)
-
-
-async def _watched(rest: AsyncIterator[bytes], placement: RequestWay) -> AsyncIterator[bytes]:
-    """A stream, as it is."""
-    async for data in rest:
-        placement.saw(data)
-        yield data

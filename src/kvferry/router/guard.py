@@ -23,15 +23,12 @@ import enum
 import ipaddress
 import resource
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal, Protocol
 
-import h11
 from starlette.types import Receive
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Headers, Limits
@@ -52,12 +49,6 @@ _COPIES = 2
 # The first bytes of each request are free: a prompt of usual size must get in while large uploads
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
-# h11 takes 12 to 15 us for a chunk of one byte, so a body of such chunks would stop the router's
-# only thread for seconds. 1024 of them take about 15 ms.
-_SMALL_CHUNK_BYTES = 512
-_MAX_SMALL_CHUNKS = 1024
-# That a client may send ahead while the router serves its request.
-_MAX_EARLY_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
 _RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
@@ -89,7 +80,7 @@ class Quota:
         self.most = most
         self.most_each = max(1, int(most * share))
         self.taken = 0
-        self._by_address: Counter[str] = Counter()
+        self._by_address: dict[str, int] = {}
 
     def take(
         self, address: str, amount: int = 1, make_room: MakeRoom = lambda address: False
@@ -103,13 +94,15 @@ class Quota:
             if not make_room(address if lack == "address" else None):
                 return lack
         self.taken += amount
-        self._by_address[address] += amount
-        if not self._by_address[address]:
-            del self._by_address[address]
+        left = self._by_address.get(address, 0) + amount
+        if left:
+            self._by_address[address] = left
+        else:
+            self._by_address.pop(address, None)
         return None
 
     def _lack(self, address: str, amount: int) -> Lack | None:
-        if self._by_address[address] + amount > self.most_each:
+        if self._by_address.get(address, 0) + amount > self.most_each:
             return "address"
         return "all" if self.taken + amount > self.most else None
 
@@ -117,17 +110,15 @@ class Quota:
 class Places(Quota):
     """Requests in flight."""
 
-    @contextmanager
-    def one(self, address: str) -> Iterator[None]:
-        """Take a place while a request is in flight. Raises ApiError 429."""
+    def enter(self, address: str) -> None:
+        """Take a place while a request is in flight, until `leave`. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
             message = f"requests in flight: {count}, the most allowed; try again soon"
             raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-        try:
-            yield
-        finally:
-            self.take(address, -1)
+
+    def leave(self, address: str) -> None:
+        self.take(address, -1)
 
 
 class MemoryLimit(Quota):
@@ -173,6 +164,8 @@ class RequestMemory:
             raise self.refusal()
         self.bytes += count
         charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
+        if not charge:
+            return
         memory = self._memory
         lack = memory.take(self.address, charge, lambda address: memory.drop_oldest(address, self))
         if lack:
@@ -196,8 +189,9 @@ class RequestMemory:
             self._deadline.reschedule(self.since)
 
     def close(self) -> None:
-        self._memory.take(self.address, -self.charged)
-        self.charged = 0
+        if self.charged:
+            self._memory.take(self.address, -self.charged)
+            self.charged = 0
 
     def refusal(self, lack: Lack = "all") -> ApiError:
         if lack == "address":
@@ -215,6 +209,13 @@ class ClientGone(Exception):
     """The client closed its connection, or stopped reading or writing."""
 
 
+def require_short(headers: Headers) -> None:
+    """Refuse a request with more headers than engines take. Raises ApiError."""
+    if len(headers) > _MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
+        most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
+        raise ApiError(431, "headers_too_large", most)
+
+
 async def read_body(
     headers: Headers, receive: Receive, held: RequestMemory, limits: Limits
 ) -> bytes:
@@ -223,9 +224,7 @@ async def read_body(
     The server reads on and discards the rest of a refused body, so that the client gets to read
     the reason. The guard closes the connection after `header_seconds`.
     """
-    if len(headers) > _MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
-        most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
-        raise ApiError(431, "headers_too_large", most)
+    require_short(headers)
     message = f"the body may have {limits.max_body_bytes} bytes at most"
     too_large = ApiError(413, "body_too_large", message)
     for name, value in headers:
@@ -271,96 +270,22 @@ async def read_body(
     return b"".join(parts)
 
 
-class _Stage(enum.Enum):
+class Stage(enum.Enum):
     HEAD = enum.auto()
     BODY = enum.auto()
     SERVING = enum.auto()
 
 
-class _H11Parser(h11.Connection):
-    """h11's parser, with a limit on small chunks."""
+class Guarded(Protocol):
+    """A client's connection, as a guard sees it."""
 
-    _small_chunks = 0
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    address: str
+    stage: Stage | None  # None: not admitted, or lost
+    since: float  # when the client last did what its stage asks for, in the loop's time
 
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._small_chunks = 0
-        elif isinstance(event, h11.Data) and len(event.data) < _SMALL_CHUNK_BYTES:
-            self._small_chunks += 1
-            if self._small_chunks > _MAX_SMALL_CHUNKS:
-                raise h11.RemoteProtocolError(
-                    f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
-                )
-        return event
-
-
-class ClientConnection(H11Protocol):
-    """uvicorn's connection of a client, watched by a Guard that a subclass names."""
-
-    guard: Guard
-    address = ""
-    stage: _Stage | None = None  # None: not admitted, or lost
-    since = 0.0  # when the client last did what its stage asks for, in the loop's time
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conn = _H11Parser(h11.SERVER)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.address = address_of(self.client)
-        self.guard.admit(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.guard.forget(self)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self.guard.moved(self, self._stage_now())
-        early, _ = self.conn.trailing_data
-        if self.stage is _Stage.SERVING and len(early) > _MAX_EARLY_BYTES:
-            self.transport.abort()
-
-    def on_response_complete(self) -> None:
-        self.guard.moved(self, _Stage.HEAD)  # the wait for the next request's headers begins
-        super().on_response_complete()
-        self.guard.moved(self, self._stage_now())
-
-    def shutdown(self) -> None:
-        """The server stops: answers may end, but the stream of the page has no end."""
-        super().shutdown()
-        if self.stage not in (None, _Stage.HEAD) and self.scope["path"] == LIVE_STREAM:
-            self.transport.abort()
-
-    def resume_writing(self) -> None:
-        self.since = self.loop.time()
-        super().resume_writing()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            # The headers were good, the body is not. The task that serves the request must take
-            # its client for gone, or it would answer too.
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        try:
-            super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the answer has begun or ended already
-            self.transport.abort()
-
-    def overdue(self, now: float, limits: Limits) -> bool:
-        unread = self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
-        if self.stage is _Stage.HEAD:
-            return now - self.since > (limits.client_seconds if unread else limits.header_seconds)
-        if not (self.flow.write_paused or self.transport.is_closing()):
-            self.since = now
-        return now - self.since > limits.client_seconds
-
-    def _stage_now(self) -> _Stage:
-        if self.cycle is None or self.cycle.response_complete:
-            return _Stage.HEAD
-        return _Stage.BODY if self.cycle.more_body else _Stage.SERVING
+    def overdue(self, now: float, limits: Limits) -> bool: ...
 
 
 class Guard:
@@ -371,7 +296,7 @@ class Guard:
         self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
-        self._stages: dict[_Stage, dict[ClientConnection, None]] = {stage: {} for stage in _Stage}
+        self._stages: dict[Stage, dict[Guarded, None]] = {stage: {} for stage in Stage}
         self._sweeping = False
 
     @property
@@ -380,24 +305,24 @@ class Guard:
         # The loop accepts up to twice before `admit` is called.
         return max(1, min(self.most, _MOST_AHEAD) // 2)
 
-    def admit(self, new: ClientConnection) -> None:
+    def admit(self, new: Guarded) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
         if self._quota.take(new.address, make_room=self._close_oldest):
             new.transport.abort()
             return
-        new.stage, new.since = _Stage.HEAD, new.loop.time()
-        self._stages[_Stage.HEAD][new] = None
+        new.stage, new.since = Stage.HEAD, new.loop.time()
+        self._stages[Stage.HEAD][new] = None
         if not self._sweeping:
             self._sweeping = True
             self._sweep(new.loop)
 
-    def forget(self, connection: ClientConnection) -> None:
+    def forget(self, connection: Guarded) -> None:
         if connection.stage is not None:
             del self._stages[connection.stage][connection]
             self._quota.take(connection.address, -1)
             connection.stage = None
 
-    def moved(self, connection: ClientConnection, stage: _Stage) -> None:
+    def moved(self, connection: Guarded, stage: Stage) -> None:
         if connection.stage not in (None, stage):
             del self._stages[connection.stage][connection]
             self._stages[stage][connection] = None
@@ -405,7 +330,7 @@ class Guard:
 
     def _close_oldest(self, address: str | None) -> bool:
         """Close the oldest connection without a complete request; False if there is none."""
-        for stage in (_Stage.HEAD, _Stage.BODY):
+        for stage in (Stage.HEAD, Stage.BODY):
             for connection in self._stages[stage]:
                 if address in (None, connection.address):
                     self.forget(connection)

@@ -41,12 +41,11 @@ from typing import Any
 
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvferry.errors import DescriptionError
 from kvferry.net.keys import runtime_directory
 from kvferry.net.names import at_port
-from kvferry.router.guard import ClientConnection, address_of
+from kvferry.router.clients import ClientConnection
 
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"
@@ -111,6 +110,9 @@ class RouterServer(uvicorn.Server):
         except OSError as error:
             log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
             sys.exit(STARTUP_FAILURE)
+        # What the log does not show is not looked up for each line (logging HOWTO, "Optimization").
+        logging._srcfile = None
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         await super().startup(sockets=mine)
         port = mine[0].getsockname()[1]
         self._door = _Door.open(door_path or _door_path(listen.host, port), mine, self._leave)
@@ -126,17 +128,16 @@ class RouterServer(uvicorn.Server):
             server.close()
         self._draining()
         end = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < end and any(map(_idle, self.server_state.connections)):
+        while time.monotonic() < end and any(c.idle for c in self._connections()):
             await asyncio.sleep(_POLL_SECONDS)
         await super().shutdown(sockets)
+
+    def _connections(self) -> list[ClientConnection]:
+        return list(self.server_state.connections)  # type: ignore[arg-type]
 
     def _leave(self) -> None:
         log.info("another router has the port now; this one drains")
         self.should_exit = True
-
-
-def _idle(connection: Any) -> bool:
-    return connection.cycle is None or connection.cycle.response_complete
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
@@ -300,33 +301,20 @@ class TlsConnection(ClientConnection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._handshake: asyncio.Task[None] | None = None
-        self._secure = False
         self._early: list[bytes] = []
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-        self.address = address_of(transport.get_extra_info("peername"))
-        self.guard.admit(self)
-        if transport.is_closing():  # not admitted
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.admit(transport)
+        if self.transport.is_closing():  # not admitted
             return
-        transport.pause_reading()  # until the handshake reads
-        self._handshake = self.loop.create_task(self._shake_hands(transport))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._secure:
-            super().connection_lost(exc)
-        else:
-            self.guard.forget(self)
+        self.transport.pause_reading()  # until the handshake reads
+        self._handshake = self.loop.create_task(self._shake_hands(self.transport))
 
     def data_received(self, data: bytes) -> None:
-        if self._secure:
+        if self.secure:
             super().data_received(data)
         else:  # came with the end of the handshake
             self._early.append(data)
-
-    def eof_received(self) -> None:
-        if self._secure:
-            super().eof_received()
 
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
         try:
@@ -343,8 +331,8 @@ class TlsConnection(ClientConnection):
         if made is None or made.is_closing():
             transport.abort()
             return
-        H11Protocol.connection_made(self, made)  # the guard has admitted it already
-        self._secure = True
+        self.transport = made
+        self.opened()
         for data in self._early:
             self.data_received(data)
         self._early.clear()

@@ -46,13 +46,14 @@ class PromptChain:
         self.namespace = namespace
         self._packed = pack(token_ids)
         self.tokens = len(self._packed) // _TOKEN_BYTES
-        self._digests: dict[int, list[bytes]] = {}
+        # Tuples: the collector of garbage does not look into them, as it does into lists.
+        self._digests: dict[int, tuple[bytes, ...]] = {}
 
-    def digests(self, block_tokens: int) -> list[bytes]:
+    def digests(self, block_tokens: int) -> tuple[bytes, ...]:
         """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
         digests = self._digests.get(block_tokens)
         if digests is None:
-            digests = extend(self.namespace.seed, self._packed, block_tokens)
+            digests = tuple(extend(self.namespace.seed, self._packed, block_tokens))
             self._digests[block_tokens] = digests
         return digests
 

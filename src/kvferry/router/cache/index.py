@@ -29,9 +29,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -158,7 +159,9 @@ class Publisher:
     blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
     estimate: Slot | None = None
-    estimates: dict[bytes, float] = field(default_factory=dict)  # and when they end
+    # And when they end; the oldest first. Not a dict, which takes longer to find its first entry
+    # the more entries before that were deleted.
+    estimates: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     known_in_a_row: int = 0  # removals, while the view is "lost"
     events: int = 0
     lost_events: int = 0
@@ -247,9 +250,13 @@ class CacheIndex:
         states = [part.state for part in self._of(engine)]
         return min(states, key=_WORST.index, default="estimated")
 
-    def pooled(self, engine: str) -> bool:
-        """Whether an engine has told of a pool, which it reads then."""
-        return any(tier == "pool" for part in self._of(engine) for tier, _ in part.slots)
+    def pooled(self) -> set[str]:
+        """Engines that have told of a pool, which they read then."""
+        if not self._pools:
+            return set()
+        return {
+            p.engine for p in self._parts.values() if any(tier == "pool" for tier, _ in p.slots)
+        }
 
     def stats(self) -> dict[str, IndexStats]:
         """By engine; data-parallel ranks together, with the state of the worst."""
@@ -301,7 +308,7 @@ class CacheIndex:
                 best[engine, tier] = Holding(engine, tokens, tier, estimated)
 
         for part in self._parts.values():
-            for tier in ("gpu", "cpu"):
+            for tier in ("gpu", "cpu") if part.slots else ():
                 offer(part.engine, tier, [s for s in part.slots.values() if s.tier == tier])
         for part in self._parts.values():
             if part.estimate is not None:
@@ -320,14 +327,16 @@ class CacheIndex:
             part.estimate = Slot(engine, "gpu", 0, size, self._new_bit(), estimated=True)
             self._plan_walks()
         ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
-        bits = part.estimate.bits
+        bits, estimates, where, masks = part.estimate.bits, part.estimates, self._where, self._masks
+        before = len(estimates)
         # The last block goes in first: of one prompt, it is also the first to leave.
         for digest in reversed(chain.digests(size)):
-            if part.estimates.pop(digest, None) is None:
-                self._set(digest, bits)
-                self._size += 1
-            part.estimates[digest] = ends
-        while len(part.estimates) > part.capacity_blocks:
+            if estimates.pop(digest, None) is None:
+                mask = where.get(digest, 0) | bits
+                where[digest] = masks.setdefault(mask, mask)
+            estimates[digest] = ends
+        self._size += len(estimates) - before
+        for _ in range(len(estimates) - part.capacity_blocks):
             self._drop_estimate(part)
         self._tidy()
 
@@ -553,6 +562,8 @@ class CacheIndex:
     def _pool_layouts(self) -> list[list[Slot]]:
         """The slots of each pool, once for each way in which engines cut it into blocks."""
         layouts: dict[tuple[int, ...], list[Slot]] = {}
+        if not self._pools:
+            return []
         for part in self._parts.values():
             own = [slot for slot in part.slots.values() if slot.tier == "pool"]
             if own:
@@ -585,7 +596,9 @@ class CacheIndex:
     # Bounds
 
     def _tidy(self) -> None:
-        self._sweep(_SWEPT_EACH_TIME if len(self._forgotten) <= _MOST_FORGOTTEN else sys.maxsize)
+        if self._forgotten:
+            few = len(self._forgotten) <= _MOST_FORGOTTEN
+            self._sweep(_SWEPT_EACH_TIME if few else sys.maxsize)
         while self._size > self.most_blocks:
             part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
             self._trim(part, self._size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
@@ -614,18 +627,18 @@ class CacheIndex:
             slots = [slot for slot in part.slots.values() if slot.block_tokens == size]
             bits = sum(slot.bits for slot in slots)
             while blocks and count > 0:
-                name = next(iter(blocks))
-                digest = blocks.pop(name)
-                if digest in self._used:
-                    self._used.discard(digest)
-                    blocks[name] = digest
-                    continue
-                self._unset(digest, bits)
-                for slot in slots:
-                    part.copies.pop((slot.bits, name), None)
-                self._size -= 1
-                part.forgotten += 1
-                count -= 1
+                for name in list(islice(blocks, count)):
+                    digest = blocks.pop(name)
+                    if digest in self._used:
+                        self._used.discard(digest)
+                        blocks[name] = digest
+                        continue
+                    self._unset(digest, bits)
+                    for slot in slots:
+                        part.copies.pop((slot.bits, name), None)
+                    self._size -= 1
+                    part.forgotten += 1
+                    count -= 1
 
     def _expire(self) -> None:
         now = self._clock()
@@ -634,17 +647,21 @@ class CacheIndex:
                 self._drop_estimate(part)
 
     def _drop_estimate(self, part: Publisher) -> None:
-        digest = next(iter(part.estimates))
-        del part.estimates[digest]
+        digest, _ = part.estimates.popitem(last=False)
         self._size -= 1
         if part.estimate is not None:
-            self._unset(digest, part.estimate.bits)
+            bits = part.estimate.bits
+            if self._where.get(digest) == bits:  # nobody else has it
+                del self._where[digest]
+                self._used.discard(digest)
+            else:
+                self._unset(digest, bits)
 
     def _forget_estimates(self, part: Publisher) -> None:
         if part.estimate is not None:
             self._forgotten.append((part.estimate.bits, list(part.estimates)))
             self._size -= len(part.estimates)
-            part.estimates, part.estimate = {}, None
+            part.estimates, part.estimate = OrderedDict(), None
             self._plan_walks()
 
     # Walks

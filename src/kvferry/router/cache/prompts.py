@@ -22,19 +22,24 @@ import json
 import logging
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import anyio
-import httpx
 import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Headers
 from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.fleet.connections import (
+    BrokenAnswer,
+    EngineTransport,
+    NoConnection,
+    address_of_url,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +83,7 @@ class PromptChains:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        transport: EngineTransport,
         *,
         tokenizer: LocalTokenizer | None = None,
         seconds: float = 1.0,
@@ -93,7 +98,7 @@ class PromptChains:
         most_asked   prompts that are asked for at one time
         """
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
-        self._client = client
+        self._transport = transport
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._most_tokens = most_tokens
@@ -108,26 +113,45 @@ class PromptChains:
         """Prompts that are remembered."""
         return len(self._known)
 
-    async def chain(
-        self, engine: str, path: str, body: bytes, headers: Headers
-    ) -> PromptChain | None:
-        """The chain of a request's prompt; None if there is none in time.
+    def at_once(
+        self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
+    ) -> PromptChain | AskedPrompt | None:
+        """The chain of a request's prompt, or what `chain` needs to find it; None: there is none.
 
-        engine   the URL of one that serves the request's model
-        headers  of the request; the engine may want its Authorization
+        engine  the URL of one that serves the request's model
+        fields  of the request's JSON object
         """
         try:
-            asked = _Asked(path, body)
+            asked = AskedPrompt(path, fields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._without("unsupported")
         if not asked.supported:
             return self._without("unsupported")
-        key = blake2b(repr((engine if self._by_model else "", asked.key)).encode()).digest()
-        chain = self._known.get(key)
-        if chain is not None:
-            self._known.move_to_end(key)
-            self.counts["remembered"] += 1
+        if asked.token_ids is not None:
+            # Not remembered: to find them again would take as long as to make the chain again.
+            namespace = self._known_namespace(self._engine(engine), asked)
+            if namespace is None:
+                return asked
+            try:
+                chain = PromptChain(namespace, asked.token_ids)
+            except ValueError:
+                return self._without("unsupported")
+            self.counts["ids"] += 1
             return chain
+        asked.key = asked.digest(engine if self._by_model else "")
+        known = self._known.get(asked.key)
+        if known is None:
+            return asked
+        self._known.move_to_end(asked.key)
+        self.counts["remembered"] += 1
+        return known
+
+    async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
+        """The chain of a prompt; None if there is none in time.
+
+        headers  of the request; the engine may want its Authorization
+        """
+        key = asked.key or asked.digest(engine if self._by_model else "")
         task = self._asking.get(key)
         if task is not None:
             self.counts["shared"] += 1
@@ -137,13 +161,17 @@ class PromptChains:
             if not self._engine(engine).may_be_asked:
                 return self._without("failed")
             authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
-            # A task of its own: a client that leaves does not take the answer from the others, and
-            # does not cancel httpx in the middle of a connection.
+            # A task of its own: a client that leaves does not take the answer from the others. It
+            # ends within `seconds`.
             task = asyncio.create_task(self._find(key, engine, asked, authorization))
             self._asking[key] = task
             task.add_done_callback(lambda done: self._asking.pop(key, None))
-        await asyncio.wait({task}, timeout=self._seconds)
-        return task.result() if task.done() and not task.cancelled() else None
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # the router stops
+                return None
+            raise
 
     def forget(self, engine: str) -> None:
         """An engine restarted or is gone: it may serve other models now."""
@@ -169,30 +197,34 @@ class PromptChains:
         return engine
 
     async def _find(
-        self, key: bytes, url: str, asked: _Asked, headers: Headers
+        self, key: bytes, url: str, asked: AskedPrompt, headers: Headers
     ) -> PromptChain | None:
         engine = self._engine(url)
         how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
+        until = asyncio.get_running_loop().time() + self._seconds
         try:
-            with anyio.fail_after(self._seconds):
-                namespace = await self._namespace(engine, asked, headers)
-                if asked.token_ids is not None:
-                    token_ids: list[int] | None = asked.token_ids
-                elif self._tokenizer is not None:
+            namespace = self._known_namespace(engine, asked)
+            if namespace is None:
+                namespace = await self._namespace(engine, asked, headers, until)
+            if asked.token_ids is not None:
+                token_ids: list[int] | None = asked.token_ids
+            elif self._tokenizer is not None:
+                async with asyncio.timeout_at(until):
                     token_ids = await self._tokenizer.tokens(asked)
-                else:
-                    token_ids = await self._ask(engine, asked, headers)
-                if namespace is None or token_ids is None:
-                    return self._without("unsupported")
-                chain = PromptChain(namespace, token_ids)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, msgspec.DecodeError, _Broken) as error:
+            else:
+                token_ids = await self._ask(engine, asked, headers, until)
+            if namespace is None or token_ids is None:
+                return self._without("unsupported")
+            chain = PromptChain(namespace, token_ids)
+        except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as error:
             engine.failed(f"{type(error).__name__}: {error}".removesuffix(": "))
             return self._without("failed")
         except ValueError:  # the request's fault: the engine will say so
             return self._without("unsupported")
         engine.failures = 0
         self.counts[how] += 1
-        self._remember(key, chain)
+        if asked.token_ids is None:
+            self._remember(key, chain)
         return chain
 
     def _remember(self, key: bytes, chain: PromptChain) -> None:
@@ -202,30 +234,37 @@ class PromptChains:
             _, oldest = self._known.popitem(last=False)
             self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
+    def _known_namespace(self, engine: _Engine, asked: AskedPrompt) -> Namespace | None:
+        """None: it is not known that the engine serves this model."""
+        parent = engine.parents.get(asked.model)
+        if parent is None:
+            return None
+        model = asked.model
+        base = (parent or model) if self._by_model else ""
+        return Namespace(base, model if parent else "", asked.salt)
+
     async def _namespace(
-        self, engine: _Engine, asked: _Asked, headers: Headers
+        self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
     ) -> Namespace | None:
         """None: the engine does not serve this model."""
-        model = asked.model
         now = time.monotonic()
-        if model not in engine.parents and now - engine.looked_at > _REFRESH_SECONDS:
+        if now - engine.looked_at > _REFRESH_SECONDS:
             engine.looked_at = now
-            answer = await self._call("GET", f"{engine.url}/v1/models", b"", headers)
+            answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
             cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
                 engine.parents[""] = ""  # a request without a model
-        if model not in engine.parents:
-            return None
-        parent = engine.parents[model]
-        base = (parent or model) if self._by_model else ""
-        return Namespace(base, model if parent else "", asked.salt)
+        return self._known_namespace(engine, asked)
 
-    async def _ask(self, engine: _Engine, asked: _Asked, headers: Headers) -> list[int] | None:
+    async def _ask(
+        self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
+    ) -> list[int] | None:
         now = time.monotonic()
         if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
-            answer = await self._call("POST", url, asked.to_render(), headers, (*_NOT_THERE, 403))
+            body, absent = asked.to_render(), (*_NOT_THERE, 403)
+            answer = await self._call(b"POST", url, body, headers, until, absent)
             if answer:
                 if asked.path == CHAT:
                     return _RENDERED.decode(answer).token_ids
@@ -234,7 +273,8 @@ class PromptChains:
             engine.render_at = now + _RECHECK_SECONDS
         if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
             return None
-        answer = await self._call("POST", f"{engine.url}/tokenize", asked.to_tokenize(), headers)
+        url = f"{engine.url}/tokenize"
+        answer = await self._call(b"POST", url, asked.to_tokenize(), headers, until)
         if answer:
             return _TOKENIZED.decode(answer).tokens
         engine.tokenize_at = now + _RECHECK_SECONDS
@@ -243,10 +283,11 @@ class PromptChains:
 
     async def _call(
         self,
-        method: str,
+        method: bytes,
         url: str,
         body: bytes,
         headers: Headers,
+        until: float,
         absent: tuple[int, ...] = _NOT_THERE,
     ) -> bytes:
         """An answer of 2xx; an empty one if the status says that there is no such thing.
@@ -254,23 +295,18 @@ class PromptChains:
         Raises ValueError if the engine refuses the request, and _Broken if it fails.
         """
         kind = [(b"content-type", b"application/json")] if body else []
-        request = httpx.Request(method, url, headers=[*headers, *kind], content=body)
-        response = await self._client.send(request, stream=True)
-        try:
-            if response.status_code in absent:
-                return b""
-            if not response.is_success:
-                why = f"{url} answered {response.status_code}"
-                raise ValueError(why) if response.is_client_error else _Broken(why)
-            parts, size = [], 0
-            async for part in response.aiter_bytes():
-                size += len(part)
-                if size > _MOST_ANSWER_BYTES:
-                    raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
-                parts.append(part)
-            return b"".join(parts)
-        finally:
-            await response.aclose()
+        at = address_of_url(url)
+        status, answer = await self._transport.fetch(
+            method, at, _MOST_ANSWER_BYTES, until, [*headers, *kind], body
+        )
+        if status in absent:
+            return b""
+        if not 200 <= status < 300:
+            why = f"{url} answered {status}"
+            raise ValueError(why) if 400 <= status < 500 else _Broken(why)
+        if len(answer) > _MOST_ANSWER_BYTES:
+            raise _Broken(f"{url} answered more than {_MOST_ANSWER_BYTES} bytes")
+        return answer
 
 
 class LocalTokenizer:
@@ -297,7 +333,7 @@ class LocalTokenizer:
             raise DescriptionError(f"no tokenizer in {str(folder)!r}: {error}") from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def tokens(self, asked: _Asked) -> list[int] | None:
+    async def tokens(self, asked: AskedPrompt) -> list[int] | None:
         """None for what only an engine can do. Raises ValueError."""
         work = self._chat if asked.path == CHAT else self._text
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
@@ -305,7 +341,7 @@ class LocalTokenizer:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _text(self, asked: _Asked) -> list[int] | None:
+    def _text(self, asked: AskedPrompt) -> list[int] | None:
         if asked.truncated or "suffix" in asked.fields:
             return None
         special = asked.value("add_special_tokens")
@@ -313,7 +349,7 @@ class LocalTokenizer:
             self._tokenizer.encode(asked.value("prompt"), add_special_tokens=special is not False)
         )
 
-    def _chat(self, asked: _Asked) -> list[int] | None:
+    def _chat(self, asked: AskedPrompt) -> list[int] | None:
         messages = asked.value("messages")
         plain = all(isinstance(message.get("content"), str | None) for message in messages)
         if asked.truncated or not plain or "chat_template" in asked.fields:
@@ -370,30 +406,41 @@ class _Broken(Exception):
     """An engine's answer is of no use."""
 
 
-class _Asked:
+class AskedPrompt:
     """What a request says about its prompt."""
 
     __slots__ = ("fields", "key", "model", "path", "salt", "supported", "token_ids", "truncated")
 
-    def __init__(self, path: str, body: bytes) -> None:
-        """Raises msgspec.DecodeError."""
-        every = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        every = {name: value for name, value in every.items() if bytes(value) != b"null"}
+    def __init__(self, path: str, every: Mapping[str, msgspec.Raw]) -> None:
+        """`every`: field of the request. Raises msgspec.DecodeError."""
         self.path = path
-        self.fields = {name: every[name] for name in _FIELDS if name in every}
+        self.key = b""
+        self.fields = {
+            name: value for name in _FIELDS if (value := every.get(name)) and bytes(value) != _NULL
+        }
         self.model = self.value("model") or ""
         salt = every.get("cache_salt")
-        self.salt = msgspec.json.decode(salt, type=str) if salt else ""
-        self.key = (path, self.salt, [(name, bytes(raw)) for name, raw in self.fields.items()])
+        self.salt = "" if not salt or bytes(salt) == _NULL else _TEXT.decode(salt)
         self.truncated = "truncate_prompt_tokens" in self.fields
         self.token_ids: list[int] | None = None
-        self.supported = isinstance(self.model, str) and "prompt_embeds" not in every
+        embedded = every.get("prompt_embeds")
+        self.supported = isinstance(self.model, str) and (
+            embedded is None or bytes(embedded) == _NULL
+        )
         if path == CHAT:
             self.supported &= "messages" in self.fields and self._is_text()
         elif path == COMPLETION:
             self.supported &= self._one_prompt()
         else:
             self.supported = False
+
+    def digest(self, engine: str) -> bytes:
+        """Equal for requests whose prompts have equal tokens and caches."""
+        hashed = blake2b(repr((engine, self.path, self.salt)).encode("utf-8", "surrogatepass"))
+        for name, raw in self.fields.items():
+            hashed.update(b"%b %d " % (name.encode(), len(bytes(raw))))
+            hashed.update(raw)
+        return hashed.digest()
 
     def value(self, name: str) -> Any:
         raw = self.fields.get(name)
@@ -423,7 +470,7 @@ class _Asked:
         if not raw.startswith(b"["):
             return raw.startswith(b'"')
         try:
-            self.token_ids = msgspec.json.decode(raw, type=list[int])
+            self.token_ids = _TOKEN_IDS.decode(raw)
         except msgspec.ValidationError:
             return False
         return bool(self.token_ids) and not self.truncated
@@ -463,6 +510,9 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
+_NULL = b"null"
+_TEXT = msgspec.json.Decoder(str)
+_TOKEN_IDS = msgspec.json.Decoder(list[int])
 _CHAIN_TOKENS = 256  # what a chain without tokens takes
 _MODELS = msgspec.json.Decoder(_Models)
 _RENDERED = msgspec.json.Decoder(_Rendered)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from kvferry.router.choice.model import Decision, EngineView, Option, PromptView, Rate, Source
+from kvferry.router.choice.model import Decision, EngineView, Option, PromptView, Source
 
 # Options of one request: alone on the best decode engines, and pairs of the best of both roles.
 MOST_ALONE = 16
@@ -83,15 +83,18 @@ def options(
 ) -> list[Option]:
     """The ways to serve a request, the cheapest first; 64 at most."""
     costs = _Costs(prompt, engines, weights)
-    decode = [e for e in engines if "decode" in e.roles]
-    prefill = [e for e in engines if "prefill" in e.roles] if prompt.may_hand_over else []
+    decode = [costs.of(e) for e in engines if "decode" in e.roles]
+    prefill = []
+    if prompt.may_hand_over:
+        prefill = [costs.of(e) for e in engines if "prefill" in e.roles]
+    best = sorted(decode, key=_of_decode)[:MOST_DECODE]
     pairs = [
         costs.pair(p, d)
-        for p in sorted(prefill, key=costs.of_prefill)[:MOST_PREFILL]
-        for d in sorted(decode, key=costs.of_decode)[:MOST_DECODE]
-        if p is not d
+        for p in sorted(prefill, key=_of_prefill)[:MOST_PREFILL]
+        for d in best
+        if p.engine is not d.engine
     ]
-    alone = sorted((costs.alone(d) for d in decode), key=_cost)[:MOST_ALONE]
+    alone = sorted(map(costs.alone, decode), key=_cost)[:MOST_ALONE]
     if prompt.tokens <= 0 and pairs:
         # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
         alone = []
@@ -128,13 +131,26 @@ class _Compute(NamedTuple):
     source: Source
 
 
+class _EngineCost(NamedTuple):
+    """What one engine adds to any way that goes over it."""
+
+    engine: EngineView
+    compute: _Compute
+    queue: float  # until it begins with this prompt: its prefills are over, and there are blocks
+    entry: float  # until a computed prompt can enter: a step is over, and there are blocks
+    transfer: float  # of what it does not hold, over its usual link
+    missing: int  # tokens that it does not hold
+    prefill_harm: float
+    decode_harm: float
+
+
 class _Costs:
     """Of one request, on any of these engines."""
 
     def __init__(self, prompt: PromptView, engines: Sequence[EngineView], weights: Weights) -> None:
         self._tokens, self._output = prompt.tokens, prompt.output_tokens
         self._weights = weights
-        self._waiting = sum(e.waiting for e in engines) / max(1, len(engines))
+        self._waiting = sum([e.waiting for e in engines]) / max(1, len(engines))
         self._held: dict[str, int] = {}  # leading tokens, by engine
         self._cpu: dict[str, int] = {}
         self._pool = 0
@@ -146,53 +162,56 @@ class _Costs:
             else:
                 tier = self._held if holding.tier == "gpu" else self._cpu
                 tier[holding.engine] = max(tokens, tier.get(holding.engine, 0))
-        self._computes: dict[str, _Compute] = {}
 
-    def alone(self, d: EngineView) -> Option:
+    def alone(self, d: _EngineCost) -> Option:
         """Computed where it is decoded."""
-        compute = self._compute(d)
+        compute, engine = d.compute, d.engine
         parts = {
-            "queue": self._queue(d),
+            "queue": d.queue,
             "load": compute.load_seconds,
             "prefill": compute.seconds,
             "transfer": 0.0,
-            "decode": d.step_seconds,
+            "decode": engine.step_seconds,
         }
-        harm = self._prefill_harm(d) + self._decode_harm(d)
-        seconds = sum(parts.values())
-        return Option(d.name, None, seconds, parts, compute.cached, compute.source, harm)
+        seconds, harm = sum(parts.values()), d.prefill_harm + d.decode_harm
+        return Option(engine.name, None, seconds, parts, compute.cached, compute.source, harm)
 
-    def pair(self, p: EngineView, d: EngineView) -> Option:
+    def pair(self, p: _EngineCost, d: _EngineCost) -> Option:
         """Computed on P, decoded on D."""
-        compute = self._compute(p)
+        compute, engine, name = p.compute, d.engine, p.engine.name
+        link = engine.links.get(name)
         parts = {
-            "queue": self._queue(p) + self._entry(d),
+            "queue": p.queue + d.entry,
             "load": compute.load_seconds,
             "prefill": compute.seconds,
-            "transfer": self._transfer(d, d.links.get(p.name, d.receive)),
-            "decode": d.step_seconds,
+            "transfer": d.transfer if link is None else link.seconds(d.missing),
+            "decode": engine.step_seconds,
         }
         source: Source = "handover" if compute.source == "local" else compute.source
-        harm = self._prefill_harm(p) + self._decode_harm(d)
-        return Option(d.name, p.name, sum(parts.values()), parts, compute.cached, source, harm)
+        seconds, harm = sum(parts.values()), p.prefill_harm + d.decode_harm
+        return Option(engine.name, name, seconds, parts, compute.cached, source, harm)
 
-    def of_prefill(self, p: EngineView) -> float:
-        """What P adds to the cost of any pair."""
-        compute = self._compute(p)
-        return self._queue(p) + compute.load_seconds + compute.seconds + self._prefill_harm(p)
-
-    def of_decode(self, d: EngineView) -> float:
-        """What D adds to the cost of any pair, over its usual link."""
-        transfer = self._transfer(d, d.receive)
-        return self._entry(d) + transfer + d.step_seconds + self._decode_harm(d)
+    def of(self, engine: EngineView) -> _EngineCost:
+        compute, room = self._compute(engine), self._room(engine)
+        prefill, waiting = engine.prefill, engine.waiting_tokens
+        missing = self._tokens - self._held.get(engine.name, 0)
+        weights = self._weights
+        # The fixed part is mostly a step that the streams take as well, and HTTP.
+        work = max(0.0, compute.seconds - prefill.fixed_seconds)
+        behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
+        step = engine.step_seconds + engine.running * engine.step_growth_seconds
+        return _EngineCost(
+            engine,
+            compute,
+            queue=max(waiting * prefill.token_seconds, room),
+            entry=max(min(waiting, CHUNK_TOKENS) * prefill.token_seconds, room),
+            transfer=engine.receive.seconds(missing),
+            missing=missing,
+            prefill_harm=work * (weights.work * (1 + behind) + weights.stream * engine.running),
+            decode_harm=weights.decode * self._output * step,
+        )
 
     def _compute(self, engine: EngineView) -> _Compute:
-        found = self._computes.get(engine.name)
-        if found is None:
-            found = self._computes[engine.name] = self._best_compute(engine)
-        return found
-
-    def _best_compute(self, engine: EngineView) -> _Compute:
         """From the engine's own cache, or with a load if that is faster."""
         local, tokens = self._held.get(engine.name, 0), self._tokens
         seconds = engine.prefill.seconds(tokens - local, local)
@@ -205,15 +224,6 @@ class _Costs:
             if load + rest < seconds:
                 return _Compute(load, rest, loaded, "pool")
         return _Compute(0.0, seconds, local, "local" if local else "none")
-
-    def _queue(self, engine: EngineView) -> float:
-        """Until an engine begins with this prompt: its prefills are over, and there are blocks."""
-        return max(engine.waiting_tokens * engine.prefill.token_seconds, self._room(engine))
-
-    def _entry(self, d: EngineView) -> float:
-        """Until a computed prompt can enter D: a step is over, and there are blocks."""
-        chunk = min(d.waiting_tokens, CHUNK_TOKENS) * d.prefill.token_seconds
-        return max(chunk, self._room(d))
 
     def _room(self, engine: EngineView) -> float:
         """Until there are blocks: running requests free theirs over the time of an answer.
@@ -228,19 +238,15 @@ class _Costs:
             return 0.0
         return missing / used * self._output * engine.step_seconds
 
-    def _transfer(self, d: EngineView, link: Rate) -> float:
-        return link.seconds(self._tokens - self._held.get(d.name, 0))
 
-    def _prefill_harm(self, engine: EngineView) -> float:
-        # The fixed part is mostly a step that the streams take as well, and HTTP.
-        seconds = max(0.0, self._compute(engine).seconds - engine.prefill.fixed_seconds)
-        behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
-        weights = self._weights
-        return seconds * (weights.work * (1 + behind) + weights.stream * engine.running)
+def _of_prefill(p: _EngineCost) -> float:
+    """What P adds to the cost of any pair."""
+    return p.queue + p.compute.load_seconds + p.compute.seconds + p.prefill_harm
 
-    def _decode_harm(self, engine: EngineView) -> float:
-        step = engine.step_seconds + engine.running * engine.step_growth_seconds
-        return self._weights.decode * self._output * step
+
+def _of_decode(d: _EngineCost) -> float:
+    """What D adds to the cost of any pair, over its usual link."""
+    return d.entry + d.transfer + d.engine.step_seconds + d.decode_harm
 
 
 def _cost(option: Option) -> float:

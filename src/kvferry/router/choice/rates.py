@@ -124,6 +124,7 @@ class EngineMeter:
         self._told: EngineMetrics | None = None
         self._told_at = 0.0
         self._foreign_running = self._foreign_waiting = 0
+        self._rates: _EngineRates | None = None
 
     # What the router does
 
@@ -177,12 +178,14 @@ class EngineMeter:
 
     @property
     def waiting_work(self) -> float:
-        work = sum(visit.work for visit in self._pending)
+        work = sum([visit.work for visit in self._pending])
         if self._fresh and self._foreign_waiting and self._works:
             work += self._foreign_waiting * statistics.fmean(self._works)
         if self._pending:
             first = next(iter(self._pending))
-            rate = self.prefill_rate(_DEFAULT.prefill)
+            rate = (
+                self.prefill_rate(_DEFAULT.prefill) if self._rates is None else self._rates.prefill
+            )
             spent = self._clock() - max(first.since, self._last_end) - rate.fixed_seconds
             work -= min(first.work, max(0.0, spent) / rate.token_seconds)
         return work
@@ -205,10 +208,18 @@ class EngineMeter:
             _doubted(fit.slope, TRANSFER.token_seconds, trust),
         )
 
-    def step_seconds(self, otherwise: Fit, more: int = 0) -> float:
-        """Of a step with `more` requests than now."""
+    def step_seconds(self, otherwise: Fit) -> float:
+        """Of a step with the requests that run now."""
         fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return fit.fixed + fit.slope * (self.running + more)
+        return fit.fixed + fit.slope * self.running
+
+    def rates(self, usual: UsualRates) -> _EngineRates:
+        """What it costs, beside what engines usually do."""
+        if self._rates is None or self._rates.beside is not usual:
+            step = self._step.fit_beside(usual.step.slope, MOST_FIXED_SECONDS) or usual.step
+            prefill, receive = self.prefill_rate(usual.prefill), self.receive_rate(usual.receive)
+            self._rates = _EngineRates(usual, prefill, step, receive)
+        return self._rates
 
     def fits(self) -> _Fits:
         """What is learned of it; None: not enough was seen."""
@@ -291,25 +302,26 @@ class FleetMeter:
         """An engine as the choice sees it.
 
         pooled  it reads the pool
-        usual   of `usual`, where that was asked already
+        usual   of `usual`, where that was asked already. The engine's own rates are worked out once
+                for each of these
         """
         meter, usual = self[engine], usual or self.usual()
-        metrics = meter.metrics
-        step = meter.step_seconds(usual.step, more=1)
+        metrics, running, rates = meter.metrics, meter.running, meter.rates(usual)
+        step = rates.step
         return EngineView(
             name=engine,
             roles=roles,
             up=up,
             draining=draining,
             waiting_tokens=max(0, round(meter.waiting_work)),
-            running=meter.running,
-            prefill=meter.prefill_rate(usual.prefill),
-            step_seconds=step,
+            running=running,
+            prefill=rates.prefill,
+            step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
             cache_tokens=0 if metrics is None else metrics.cache_tokens,
             waiting=meter.waiting,
-            step_growth_seconds=step - meter.step_seconds(usual.step),
-            receive=meter.receive_rate(usual.receive),
+            step_growth_seconds=step.slope,
+            receive=rates.receive,
             pool=POOL_LOAD if pooled else None,
         )
 
@@ -328,6 +340,16 @@ class _Fits:
     prefill: Fit | None
     step: Fit | None
     receive: Fit | None
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineRates:
+    """What one engine costs."""
+
+    beside: UsualRates  # what others cost, where too little is known of it
+    prefill: Rate
+    step: Fit  # by running requests
+    receive: Rate
 
 
 @dataclass(frozen=True, slots=True)

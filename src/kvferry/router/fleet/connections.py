@@ -1,64 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to engines: HTTP/1.1, straight on asyncio.
 
-h11 writes requests and reads heads of answers. Bodies are read here: a stream has a chunk for every
-token, for each of which h11 takes as long as all the rest of this module.
-
-Requests of clients use `EngineTransport.ask`. Probes and the like use httpx on the same
-connections: its requests, answers and layers of iterators take as long as all the rest here.
-
-httpx's own transport looks at every connection for each request, and takes locks that a cancelled
-request may never give back. Here a connection belongs to one request at a time, so there is nothing
-to lock:
+A connection belongs to one request at a time, so there is nothing to lock:
 
     request       the newest idle connection of the engine, or a new one
     whole answer  the connection is idle again, if both sides keep it
     anything else (an error, a cancelled request, a client that leaves in the middle of an answer)
                   the connection is closed at once, and the engine aborts
 
-An idle connection that its engine closes, or on which it sends anything, is forgotten. Answers are
-read as fast as their client takes them.
+An idle connection that its engine closes, or on which it sends anything, is forgotten.
+
+Answers are read as fast as their client takes them. A stream passes straight from `data_received`
+to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
+it for every event would take longer than all the rest of an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import select
 import ssl
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, cast
+from urllib.parse import quote, urlsplit
 
-import h11
-import httpx
+from kvferry.errors import KvferryError
+from kvferry.router.api import Headers, StreamSink
+from kvferry.router.http1 import AnswerHead, Body, HttpError, read_answer, split_head, write_head
 
-from kvferry.router.api import Headers
-
-_MAX_HEAD_BYTES = 100 << 10  # of an answer, and of a line between two chunks
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 # Read at a time. asyncio reads 256 KiB, and several such pieces would wait for every slow client.
 _READ_BYTES = 32 << 10
+_IN_TARGET = "/%?:@!$&'()*+,;=~-._"
 _SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOrigin:
+class NoConnection(KvferryError):
+    """An engine accepts no connection."""
+
+    def __init__(self, why: str, *, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.timed_out = timed_out
+
+
+class BrokenAnswer(KvferryError):
+    """An engine's answer is no HTTP, or its connection ended before the answer did."""
+
+
+class BadRequest(KvferryError):
+    """What should be sent is no HTTP. Nothing was sent."""
+
+
+class EngineOrigin(NamedTuple):
     """Where a server listens."""
 
     host: str
     port: int
     secure: bool
 
-    @classmethod
-    def of(cls, url: httpx.URL) -> EngineOrigin:
-        secure = url.scheme == "https"
-        # raw_host: as it is on the wire, also for names that are not ASCII.
-        return cls(url.raw_host.decode(), url.port or (443 if secure else 80), secure)
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """A URL, as a request needs it."""
+
+    origin: EngineOrigin
+    host: bytes  # the header
+    target: bytes
 
 
-class EngineTransport(httpx.AsyncBaseTransport):
+@lru_cache(8 * 256)  # routes of engines
+def address_of_url(url: str) -> EngineAddress:
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    name = parts.hostname or ""
+    if not name.isascii():
+        name = name.encode("idna").decode()
+    host = f"[{name}]" if ":" in name else name
+    if parts.port is not None:
+        host += f":{parts.port}"
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    origin = EngineOrigin(name, parts.port or (443 if secure else 80), secure)
+    return EngineAddress(origin, host.encode(), quote(target, safe=_IN_TARGET).encode())
+
+
+class EngineTransport:
     """Sends requests of one event loop."""
 
     def __init__(
@@ -82,35 +109,59 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def ask(
         self,
-        origin: EngineOrigin,
+        at: EngineAddress,
         method: bytes,
-        target: bytes,
         headers: Headers,
         body: bytes,
         until: float = math.inf,
     ) -> EngineAnswer:
-        """The head of an answer, whose body is read from it. `headers` are sent as they are.
+        """The head of an answer, whose body is read from it. `headers` go behind `Host`, and with
+        the body's length.
 
-        Raises what httpx does, and TimeoutError `until`, in the loop's time. A connection has
-        `connect_seconds` in any case.
+        Raises NoConnection, BrokenAnswer, BadRequest, and TimeoutError `until`, in the loop's time.
+        A new connection has `connect_seconds`, or less where `until` comes first.
         """
-        connection = self._take(origin) or await self._connect(origin)
+        lines = [(b"host", at.host), *headers]
+        if body or method == b"POST":
+            lines.append((b"content-length", b"%d" % len(body)))
         try:
-            connection.send(method, target, headers, body)
-            head = await connection.head(until)
+            head = write_head(method + b" " + at.target + b" HTTP/1.1", lines)
+        except HttpError as error:
+            raise BadRequest(str(error)) from error
+        connection = self._take(at.origin) or await self._connect(at.origin, until)
+        try:
+            connection.send(head, body)
+            answer = await connection.head(until)
         except BaseException:
             connection.close()
             raise
-        return EngineAnswer(head.status_code, head.headers.raw_items(), connection)
+        return EngineAnswer(answer.status, answer.headers, connection)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        assert isinstance(request.stream, httpx.AsyncByteStream)
-        body = b"".join([part async for part in request.stream])
-        url, method = request.url, request.method.encode()
-        got = await self.ask(EngineOrigin.of(url), method, url.raw_path, request.headers.raw, body)
-        return httpx.Response(got.status, headers=got.headers, stream=_Stream(got))
+    async def fetch(
+        self,
+        method: bytes,
+        at: EngineAddress,
+        most_bytes: int,
+        until: float,
+        headers: Headers = (),  # type: ignore[assignment]
+        body: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """A whole answer: its status, and its body up to about `most_bytes`.
 
-    async def aclose(self) -> None:
+        Raises what `ask` does.
+        """
+        lines = [(b"accept-encoding", b"identity"), *headers]
+        answer = await self.ask(at, method, lines, body, until)
+        try:
+            parts, size = [], 0
+            while size <= most_bytes and (data := await answer.read(until)):
+                size += len(data)
+                parts.append(data)
+        finally:
+            answer.close()
+        return answer.status, b"".join(parts)
+
+    def close(self) -> None:
         for connection in list(self._all):
             connection.close()
 
@@ -123,20 +174,24 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
-    async def _connect(self, origin: EngineOrigin) -> _Connection:
+    async def _connect(self, origin: EngineOrigin, until: float) -> _Connection:
+        late = asyncio.get_running_loop().time() + self._connect_seconds
         try:
-            async with asyncio.timeout(self._connect_seconds):
+            async with asyncio.timeout_at(min(late, until)):
                 # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self, origin),
-                    origin.host.strip("[]"),
+                    origin.host,
                     origin.port,
                     ssl=self._tls if origin.secure else None,
                 )
         except TimeoutError as error:
-            raise httpx.ConnectTimeout(f"no connection in {self._connect_seconds:g} s") from error
+            if until < late:
+                raise
+            why = f"no connection in {self._connect_seconds:g} s"
+            raise NoConnection(why, timed_out=True) from error
         except OSError as error:  # also an SSLError
-            raise httpx.ConnectError(str(error)) from error
+            raise NoConnection(str(error)) from error
         return connection
 
     # Called by connections
@@ -174,24 +229,32 @@ class _Connection(asyncio.Protocol):
     def __init__(self, pool: EngineTransport, origin: EngineOrigin) -> None:
         self.origin = origin
         self.expiry: asyncio.TimerHandle | None = None  # while it is idle
+        self._loop = asyncio.get_running_loop()
         self._pool = pool
-        self._body: _Body | None = None  # once the head has come
+        self._head: AnswerHead | None = None  # once it has come
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._ended = False  # the engine sends nothing more
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._poll: select.poll | None = None
+        # While a stream passes:
+        self._sink: StreamSink | None = None
+        self._paused = False  # its client does not read
+        self._heard = 0.0  # when the last bytes came
 
     # By asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._pass(data)
+            return
         if self.expiry is not None:  # nobody has asked
             self.close()
             return
@@ -202,17 +265,24 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> None:
-        self._ended = True
-        self._wake()
+        self._end(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended, self._error = True, error
         self._pool.lost(self)
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        self._ended, self._error = True, error or self._error
+        if self._sink is not None:
+            self._pass(b"")
         self._wake()
 
-    def _wake(self) -> None:
+    def _wake(self, error: Exception | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            if error is None:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(error)
 
     # By the one request that has it
 
@@ -220,62 +290,72 @@ class _Connection(asyncio.Protocol):
         """Whether an idle connection has ended, perhaps a moment ago, before the loop saw it."""
         if self._ended or self._transport.is_closing():
             return True
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(self._poll.poll(0))
 
-    def send(
-        self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """Raises httpx.LocalProtocolError if this is no HTTP."""
-        self._body = None
-        self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
-        try:
-            request = h11.Request(method=method, target=target, headers=headers)
-            parts = [self._h11.send(request)]
-            if body:
-                parts.append(self._h11.send(h11.Data(data=body)))
-            parts.append(self._h11.send(h11.EndOfMessage()))
-        except h11.LocalProtocolError as error:
-            raise httpx.LocalProtocolError(str(error)) from error
+    def send(self, head: bytes, body: bytes) -> None:
+        self._head = None
         if len(body) <= _SMALL_BYTES:
-            parts = [b"".join(part for part in parts if part)]
-        for part in parts:
-            if part:
-                self._transport.write(part)
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
 
-    async def head(self, until: float) -> h11.Response:
-        """Raises httpx.RemoteProtocolError."""
+    async def head(self, until: float) -> AnswerHead:
+        """Raises BrokenAnswer."""
+        data = b""
         try:
-            while not isinstance(event := self._h11.next_event(), h11.Response):
-                if event is h11.NEED_DATA:  # 1xx are passed over
-                    data = await self._more(until)
-                    if not data:
-                        raise httpx.RemoteProtocolError(
-                            "the engine closed the connection without an answer"
-                        )
-                    self._h11.receive_data(data)
-        except h11.RemoteProtocolError as error:
-            raise httpx.RemoteProtocolError(str(error)) from error
-        self._body = _Body(event)
-        if early := self._h11.trailing_data[0]:
-            self._body.receive(bytes(early))
-        return event
+            while True:
+                found = split_head(data) if data else None
+                if found is None:
+                    more = await self._more(until)
+                    if not more:
+                        raise BrokenAnswer("the engine closed the connection without an answer")
+                    data += more
+                    continue
+                head, data = read_answer(found[0]), found[1]
+                if head.status >= 200:  # 1xx are passed over
+                    break
+            self._head = head
+            if data:
+                self._receive(data)
+        except HttpError as error:
+            raise BrokenAnswer(str(error)) from error
+        return head
 
     async def read(self, until: float) -> bytes:
         """What has come of the body, as soon as something has; empty at its end."""
         body = self._body
-        assert body is not None
         while not body.parts and not body.whole:
-            body.receive(await self._more(until))
-        data = b"".join(body.parts)
-        body.parts.clear()
-        return data
+            try:
+                self._receive(await self._more(until))
+            except HttpError as error:
+                raise BrokenAnswer(str(error)) from error
+        return body.take()
+
+    async def pass_on(self, sink: StreamSink, seconds: float) -> None:
+        """Give the rest of the body to `sink` as it comes, and return when it is over.
+
+        Raises BrokenAnswer, and TimeoutError if nothing comes for `seconds`.
+        """
+        self._waiter = waiter = self._loop.create_future()
+        self._sink, self._heard = sink, self._loop.time()
+        sink.on_drain(self._go_on)
+        self._expire_if_silent(waiter, seconds)
+        try:
+            self._pass(None)
+            await waiter
+        finally:
+            self._silence.cancel()
+            self._sink = None
+            sink.on_drain(None)
 
     def done(self) -> None:
         """Its request is over: keep the connection if it is at the end of an answer."""
-        body = self._body
-        kept = body is not None and body.whole and body.keeps and not body.parts
+        head = self._head
+        kept = head is not None and head.body.whole and head.keeps and not head.body.parts
         # Bytes behind an answer would be taken for another client's.
         if not kept or self._unread or self._ended or self._transport.is_closing():
             self.close()
@@ -287,20 +367,86 @@ class _Connection(asyncio.Protocol):
         self._pool.lost(self)
         self._transport.abort()
 
+    @property
+    def _body(self) -> Body:
+        assert self._head is not None
+        return self._head.body
+
+    def _receive(self, data: bytes) -> None:
+        """Of the body; nothing: the connection has ended. Raises HttpError."""
+        assert self._head is not None
+        body = self._head.body
+        if not data and not body.whole:
+            self._head.keeps = False
+            if not body.ends_with_connection:
+                raise HttpError("the engine closed the connection within its answer")
+            body.whole = True
+        elif body.whole:
+            self._head.keeps = False  # these bytes would be taken for the next answer
+        else:
+            body.receive(data)
+            if body.rest:
+                self._head.keeps = False
+
+    def _pass(self, data: bytes | None) -> None:
+        """Give to the sink what has come; None: what came before there was one."""
+        body, sink = self._body, self._sink
+        assert sink is not None
+        try:
+            if data is None:
+                for early in self._unread:
+                    self._receive(early)
+                self._unread.clear()
+                self._unread_bytes = 0
+                if self._ended and not body.whole:
+                    self._receive(b"")
+            else:
+                self._heard = self._loop.time()
+                self._receive(data)
+        except HttpError as error:
+            self._wake(BrokenAnswer(str(self._error or error)))
+            return
+        if body.parts or body.whole:
+            slow = sink.take(body.take(), body.whole)
+            if slow and not body.whole:
+                self._paused = True
+                self._transport.pause_reading()
+        if body.whole:
+            self._sink = None
+            self._wake()
+
+    def _go_on(self) -> None:
+        """The client reads again."""
+        self._paused, self._heard = False, self._loop.time()
+        if not self._ended:
+            self._transport.resume_reading()
+
+    def _expire_if_silent(self, waiter: asyncio.Future[None], seconds: float) -> None:
+        """One timer for a stream, not one for each event: it looks when the last one came."""
+        now = self._loop.time()
+        if self._paused:
+            self._heard = now
+        if now - self._heard >= seconds:
+            self._wake(TimeoutError())
+        else:
+            late = self._heard + seconds
+            self._silence = self._loop.call_at(late, self._expire_if_silent, waiter, seconds)
+
     async def _more(self, until: float) -> bytes:
         """The next data; empty at the end. Raises TimeoutError."""
         if not self._unread and not self._ended:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            # Not asyncio.timeout, which takes several times as long; this is done for every event.
-            late = None if until == math.inf else loop.call_at(until, _expire, self._waiter)
+            self._waiter = self._loop.create_future()
+            # Not asyncio.timeout, which takes several times as long.
+            late = None
+            if until != math.inf:
+                late = self._loop.call_at(until, self._wake, TimeoutError())
             try:
                 await self._waiter
             finally:
                 if late is not None:
                     late.cancel()
         if not self._unread and self._error is not None:
-            raise httpx.ReadError(str(self._error)) from self._error
+            raise BrokenAnswer(str(self._error)) from self._error
         data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
         self._unread.clear()
         self._unread_bytes = 0
@@ -308,97 +454,25 @@ class _Connection(asyncio.Protocol):
         return data
 
 
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
-
-
-class _Body:
-    """The body of one answer, as it comes."""
-
-    def __init__(self, head: h11.Response) -> None:
-        said = dict(head.headers)  # h11 has refused lengths that can be read in two ways
-        self.parts: list[bytes] = []  # not read yet
-        # Whether the connection can bring another answer.
-        closes = b"close" in said.get(b"connection", b"").lower()
-        self.keeps = head.http_version == b"1.1" and not closes
-        self._chunked = b"transfer-encoding" in said
-        self._left = math.inf  # of the body, or of a chunk; infinite: until the connection ends
-        if head.status_code in (204, 304):
-            self._chunked, self._left = False, 0
-        elif self._chunked:
-            self._left = 0
-        elif b"content-length" in said:
-            self._left = int(said[b"content-length"])
-        self.whole = not self._chunked and not self._left
-        self._line = b""  # between chunks: a line that has not come to its end
-        self._behind_chunk = self._behind_last = False
-
-    def receive(self, data: bytes) -> None:
-        """Nothing: the connection has ended. Raises httpx.RemoteProtocolError."""
-        if not data and not self.whole:
-            self.whole, self.keeps = self._left == math.inf, False
-            if not self.whole:
-                raise httpx.RemoteProtocolError("the engine closed connection within its answer")
-        data, at = self._line + data, 0
-        while not self.whole and at < len(data):
-            if self._left:
-                end = int(min(len(data), at + self._left))
-                self.parts.append(data[at:end])
-                self._left -= end - at
-                at = end
-                self._behind_chunk = self._chunked and not self._left
-                self.whole = not self._chunked and not self._left
-                continue
-            end = data.find(b"\r\n", at)
-            if end < 0:
-                break
-            self._read_line(data[at:end])
-            at = end + 2
-        self._line = data[at:]
-        if len(self._line) > _MAX_HEAD_BYTES:
-            raise httpx.RemoteProtocolError("a line between two chunks of the answer is too long")
-        if self.whole and self._line:
-            self.keeps = False  # these bytes would be taken for the next answer
-
-    def _read_line(self, line: bytes) -> None:
-        """The size of a chunk, the end of one, or what follows the last one."""
-        if self._behind_last:
-            self.whole = not line  # other lines are trailers, which say nothing to a client
-        elif self._behind_chunk and not line:
-            self._behind_chunk = False
-        elif not self._behind_chunk and (found := _CHUNK_SIZE.fullmatch(line)):
-            self._left = int(found[1], 16)
-            self._behind_last = not self._left
-        else:
-            raise httpx.RemoteProtocolError(f"no chunk of an answer begins with {line[:40]!r}")
-
-
 @dataclass(slots=True)
 class EngineAnswer:
     """An answer whose head has come. `close` gives its connection back."""
 
     status: int
-    headers: Headers  # names as the engine wrote them
+    headers: Headers  # names in lower case
     connection: _Connection | None  # None: given back
 
     async def read(self, until: float = math.inf) -> bytes:
-        """The next bytes of the body; empty at its end. Raises TimeoutError."""
+        """The next bytes of the body; empty at its end. Raises TimeoutError and BrokenAnswer."""
         return b"" if self.connection is None else await self.connection.read(until)
+
+    async def pass_on(self, sink: StreamSink, seconds: float) -> None:
+        """The rest of the body, as it comes. Raises BrokenAnswer, and TimeoutError if nothing comes
+        for `seconds`."""
+        assert self.connection is not None
+        await self.connection.pass_on(sink, seconds)
 
     def close(self) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.done()
-
-
-@dataclass(slots=True)
-class _Stream(httpx.AsyncByteStream):
-    answer: EngineAnswer
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while data := await self.answer.read():
-            yield data
-
-    async def aclose(self) -> None:
-        self.answer.close()

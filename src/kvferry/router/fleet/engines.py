@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import ssl
 import statistics
 import time
@@ -36,16 +37,28 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-import anyio
-import httpx
-
 from kvferry.errors import DescriptionError, KvferryError
-from kvferry.router.api import ROLES, Answer, EngineSpec, Headers, Limits, Role, end_to_end
-from kvferry.router.fleet.connections import EngineAnswer, EngineOrigin, EngineTransport
+from kvferry.router.api import (
+    ROLES,
+    Answer,
+    EngineSpec,
+    Headers,
+    Limits,
+    Role,
+    StreamSink,
+    end_to_end,
+)
+from kvferry.router.fleet.connections import (
+    BadRequest,
+    BrokenAnswer,
+    EngineAnswer,
+    EngineTransport,
+    NoConnection,
+    address_of_url,
+)
 from kvferry.router.fleet.turns import Turns
 from kvferry.router.guard import RequestMemory
 from kvferry.router.page.live import Placed
@@ -54,6 +67,7 @@ from kvferry.router.spans import RequestSpans
 log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
+PROBE = "probe"  # during which an engine may fail, besides requests
 # Of how many absences the usual one is the median.
 _REMEMBERED = 5
 # A longer absence says nothing about the next one: somebody took the engine out.
@@ -92,7 +106,8 @@ class UpstreamEngine:
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
         self.tickets = 0  # requests that hold a ticket of this engine, not yet used
-        self.failures = 0  # since the start
+        self.failures = 0  # of requests and probes, since the start
+        self.failed_probes = 0
         self._limits = limits
         self._failed_in_a_row = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
@@ -126,24 +141,29 @@ class UpstreamEngine:
     @property
     def room(self) -> int:
         """How many more requests it gets now."""
+        if not self.up or self.draining is not None or self.removed:
+            return 0
         most = self.trial or self._limits.max_running
-        return max(0, most - self.load) if self.open else 0
+        return max(0, most - self.in_flight - self.reserved)
 
     @property
     def idle(self) -> bool:
         """Whether stopping it would disturb no request of this router."""
         return not (self.in_flight or self.reserved or self.tickets)
 
-    def answered(self) -> None:
-        """A request got an answer."""
+    def answered(self) -> bool:
+        """A request got an answer. Returns whether that ended a trial."""
         self._failed_in_a_row = 0
-        if self.trial:
-            self.trial = self._trials_failed = 0
-            log.info("%s engine %s has passed its trial", self.role, self.url)
+        if not self.trial:
+            return False
+        self.trial = self._trials_failed = 0
+        log.info("%s engine %s has passed its trial", self.role, self.url)
+        return True
 
-    def failed(self, reason: str, *, refused: bool = False, during: str = "probe") -> None:
+    def failed(self, reason: str, *, refused: bool = False, during: str = PROBE) -> None:
         """A request or a probe failed. `refused`: the engine accepted no connection."""
         self.failures += 1
+        self.failed_probes += during == PROBE
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
         enough = 1 if refused or self.trial else self._limits.fail_after
@@ -202,7 +222,7 @@ _IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
-_TROUBLE = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
+_TROUBLE = (NoConnection, BrokenAnswer, BadRequest, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -285,15 +305,8 @@ class Fleet:
         self._running = False
         self._probes: set[asyncio.Task[None]] = set()
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
-        # Not trust_env: no proxies and no .netrc, so that clients' credentials stay unchanged.
-        tls = httpx.create_ssl_context(verify=trusting(ca_file), trust_env=False)
-        self._transport = EngineTransport(
-            tls, _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
-        )
-        self.client = httpx.AsyncClient(
-            trust_env=False,
-            timeout=None,  # every use has a deadline of its own
-            transport=self._transport,
+        self.transport = EngineTransport(
+            trusting(ca_file), _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
         )
         for spec in specs:
             if not spec.is_name:
@@ -440,7 +453,11 @@ class Fleet:
         return best
 
     def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
-        return sum(e.room for e in self.with_role("decode") if e not in besides)
+        room = 0
+        for engine in self._engines.values():  # each request asks, so properties would cost much
+            if engine.up and "decode" in engine.spec.roles and engine not in besides:
+                room += engine.room
+        return room
 
     def absence(self, role: Role) -> tuple[float, float | None]:
         """Seconds until an engine should be up, and the usual absence, or None if none was seen.
@@ -475,59 +492,53 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.client.aclose()
+            self.transport.close()
 
-    @asynccontextmanager
     async def ask(
         self, engine: UpstreamEngine, asked: Incoming, body: bytes, seconds: float
-    ) -> AsyncIterator[Answer]:
-        """An engine's answer within `seconds`: complete, or the first bytes of a stream.
+    ) -> Asking:
+        """An engine's answer within `seconds`: complete, or the first bytes of a stream. The caller
+        closes it.
 
-        Raises EngineFailure if there is no answer, or a 5xx. Leaving the context closes the
-        connection if the answer is incomplete, and the engine then aborts the request.
+        Raises EngineFailure if there is no answer, or a 5xx.
         """
-        at = _address(engine.url + asked.path)
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
-        headers = [(b"host", at.host), *passed_on, (b"x-request-id", asked.request_id)]
-        if body or asked.method == "POST":
-            headers.append((b"content-length", b"%d" % len(body)))
-        response: EngineAnswer | None = None
-        held_before = asked.held.bytes
+        headers = [*passed_on, (b"x-request-id", asked.request_id)]
         until = asyncio.get_running_loop().time() + seconds
-        engine.in_flight += 1
+        asking = Asking(self, engine, asked)
         try:
             try:
-                response = await self._transport.ask(
-                    at.origin, asked.method.encode(), at.target, headers, body, until
-                )
-                passed = end_to_end(response.headers)
-                rest = None
-                if _is_stream(response.status, passed):
-                    content = await response.read(until)
-                    rest = self._rest(engine, response, str(asked))
+                at = address_of_url(engine.url + asked.path)
+                got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
+                asking.response = got
+                passed, status, rest = end_to_end(got.headers), got.status, None
+                if _is_stream(status, passed):
+                    content = await got.read(until)
+                    rest = _Rest(engine, got, self._limits.chunk_seconds, asked)
                 else:
-                    content = await self._whole(engine, response, asked.held, until)
+                    content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, str(asked)) from error
-            status = response.status
-            answer = Answer(status, passed, content, rest)
+            asking.answer = answer = Answer(status, passed, content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
                 if status in _ENGINE_IS_ILL:
                     engine.failed(f"HTTP {status}", during=str(asked))
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
-            engine.answered()
-            self.turns.give()  # if that ended a trial
-            yield answer
-        finally:
-            engine.in_flight -= 1
-            self._remove_if_drained(engine)
-            if "decode" in engine.roles:
-                self.turns.ended()
-            asked.held.add(held_before - asked.held.bytes)
-            if response is not None:
-                response.close()
+            if engine.answered():
+                self.turns.give()  # a trial has ended
+        except BaseException:
+            asking.close()
+            raise
+        return asking
+
+    def left(self, engine: UpstreamEngine) -> None:
+        """A request at this engine has ended."""
+        engine.in_flight -= 1
+        self._remove_if_drained(engine)
+        if "decode" in engine.roles:
+            self.turns.ended()
 
     async def check(self, engine: UpstreamEngine) -> None:
         """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
@@ -551,20 +562,6 @@ class Fleet:
             parts.append(chunk)
         return b"".join(parts)
 
-    async def _rest(
-        self, engine: UpstreamEngine, answer: EngineAnswer, during: str
-    ) -> AsyncIterator[bytes]:
-        """A stream after its first bytes. Raises EngineFailure."""
-        seconds, now = self._limits.chunk_seconds, asyncio.get_running_loop().time
-        while True:
-            try:
-                data = await answer.read(now() + seconds)
-            except _TROUBLE as error:
-                raise _failure(engine, error, seconds, during) from error
-            if not data:
-                return
-            yield data
-
     def _start_probing(self, engine: UpstreamEngine, at_once: bool = False) -> None:
         task = asyncio.create_task(self._keep_probing(engine, at_once))
         self._probes.add(task)
@@ -574,7 +571,9 @@ class Fleet:
         """Probe until the engine is removed, which lets a probe that is under way end."""
         while not engine.removed:
             if not at_once:
-                await asyncio.sleep(self._limits.probe_every_seconds)
+                # Not all engines at the same moment: their answers would hold up the streams.
+                share = random.uniform(0.8, 1.2)
+                await asyncio.sleep(self._limits.probe_every_seconds * share)
             at_once = False
             try:
                 await self._probe(engine)
@@ -585,42 +584,64 @@ class Fleet:
         """Ask for the engine's health, and update its state."""
         seconds = self._limits.probe_seconds
         try:
-            with anyio.fail_after(seconds):
-                async with self.client.stream("GET", f"{engine.url}/health") as response:
-                    size = 0  # the connection can be reused only after the answer's end
-                    async for chunk in response.aiter_raw():
-                        size += len(chunk)
-                        if size > _HEALTH_BYTES:
-                            break
+            at = address_of_url(f"{engine.url}/health")
+            until = asyncio.get_running_loop().time() + seconds
+            status, _ = await self.transport.fetch(b"GET", at, _HEALTH_BYTES, until)
         except _TROUBLE as error:
-            _failure(engine, error, seconds, "probe")
+            _failure(engine, error, seconds, PROBE)
             return
-        if response.is_success:
+        if 200 <= status < 300:
             engine.probed_well()
             self.turns.give()  # if that widened a trial
         else:
-            engine.failed(f"/health answered {response.status_code}")
+            engine.failed(f"/health answered {status}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """A URL, as a request needs it."""
+class Asking:
+    """A request at an engine, which counts there until it is closed.
 
-    origin: EngineOrigin
-    host: bytes  # the header
-    target: bytes
+    If the answer is incomplete then, its connection is closed too, and the engine aborts.
+    """
+
+    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
+
+    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
+        self._fleet, self._engine, self._asked = fleet, engine, asked
+        self._held_before = asked.held.bytes
+        self.answer: Answer  # once it has come
+        self.response: EngineAnswer | None = None
+        engine.in_flight += 1
+
+    def close(self) -> None:
+        self._fleet.left(self._engine)
+        held = self._asked.held
+        if held.bytes != self._held_before:
+            held.add(self._held_before - held.bytes)
+        if self.response is not None:
+            self.response.close()
 
 
-@lru_cache(4 * 256)  # routes of engines
-def _address(url: str) -> _Address:
-    parsed = httpx.URL(url)
-    return _Address(EngineOrigin.of(parsed), parsed.netloc, parsed.raw_path)
+@dataclass(slots=True)
+class _Rest:
+    """A stream after its first bytes."""
+
+    engine: UpstreamEngine
+    answer: EngineAnswer
+    seconds: float  # between two of its chunks, at most
+    asked: Incoming
+
+    async def pass_on(self, sink: StreamSink) -> None:
+        """Raises EngineFailure."""
+        try:
+            await self.answer.pass_on(sink, self.seconds)
+        except _TROUBLE as error:
+            raise _failure(self.engine, error, self.seconds, str(self.asked)) from error
 
 
-def trusting(ca_file: Path | None) -> ssl.SSLContext | bool:
-    """What httpx verifies certificates with. Raises DescriptionError."""
+def trusting(ca_file: Path | None) -> ssl.SSLContext:
+    """What verifies engines' certificates. Raises DescriptionError."""
     try:
-        return True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
         raise DescriptionError(f"cannot read certificates from {ca_file}: {error}") from None
 
@@ -634,13 +655,13 @@ def _failure(
     engine: UpstreamEngine, error: Exception, seconds: float, during: str
 ) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
-    refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    timed_out = isinstance(error, TimeoutError | httpx.TimeoutException)
+    refused = isinstance(error, NoConnection)
+    timed_out = isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
     if isinstance(error, TimeoutError):
         reason = f"silent for {seconds:g} s"
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    if not isinstance(error, httpx.LocalProtocolError):  # the client's fault
+    if not isinstance(error, BadRequest):  # the client's fault
         engine.failed(reason, refused=refused, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)

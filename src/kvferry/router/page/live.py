@@ -80,7 +80,8 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it is down
     down_seconds: float | None = None  # for how long it has been
     in_flight: int = 0
-    failures: int = 0  # since the router's start
+    failures: int = 0  # of requests, since the router's start
+    failed_probes: int = 0
     waiting_tokens: int | None = None
     running: int | None = None
     prefill_tokens_per_second: float | None = None
@@ -203,6 +204,7 @@ class LiveState:
         self._router_times = Recent(_HIT_SECONDS, _LATENCIES, clock)
         self._by_engine: dict[str, Recent] = {}
         self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
+        self._failed_probes = SlidingCounts[str](_HIT_SECONDS, clock)
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
         self._failed: deque[Failure] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
@@ -310,8 +312,12 @@ class LiveState:
             self._changes.append(change)
         before = self._engines or {}
         for url, engine in engines.items():
-            if url in before and engine.failures > before[url].failures:
-                self._failures.add(url, engine.failures - before[url].failures)
+            if (old := before.get(url)) is None:
+                continue
+            if engine.failures > old.failures:
+                self._failures.add(url, engine.failures - old.failures)
+            if engine.failed_probes > old.failed_probes:
+                self._failed_probes.add(url, engine.failed_probes - old.failed_probes)
         recent = self._by_engine
         self._by_engine = {
             url: recent.get(url) or Recent(_HIT_SECONDS, _LATENCIES_EACH, self._clock)
@@ -427,6 +433,7 @@ class LiveState:
             rate = self._engine_cached.totals()[engine.url] / tokens
             shown["cache"] = msgspec.structs.replace(engine.cache, hit_rate=round(rate, 4))
         shown["recent_failures"] = self._failures.totals()[engine.url]
+        shown["recent_failed_probes"] = self._failed_probes.totals()[engine.url]
         return shown
 
 
@@ -572,17 +579,21 @@ class SlidingCounts(Generic[K]):
     def __init__(self, seconds: int, clock: Callable[[], float]) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._buckets: deque[tuple[int, Counter[K]]] = deque()
+        self._buckets: deque[tuple[int, dict[K, int]]] = deque()
+        self._second = -1  # of the last bucket
+        self._bucket: dict[K, int] = {}
         self._totals: Counter[K] = Counter()
 
     def add(self, key: K, amount: int) -> None:
-        totals = self.totals()
+        second = int(self._clock())
+        if second != self._second:
+            self.totals()
+            self._second, self._bucket = second, {}
+            self._buckets.append((second, self._bucket))
+        totals = self._totals
         if key not in totals and len(totals) >= _KEYS:
             return
-        second = int(self._clock())
-        if not self._buckets or self._buckets[-1][0] != second:
-            self._buckets.append((second, Counter()))
-        self._buckets[-1][1][key] += amount
+        self._bucket[key] = self._bucket.get(key, 0) + amount
         totals[key] += amount
 
     def totals(self) -> Counter[K]:

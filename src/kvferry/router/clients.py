@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' connections: requests are read, answers are written, straight on asyncio.
+
+uvicorn listens, starts and stops the application, and makes a `ClientConnection` for each client.
+Everything between a socket and a route is here:
+
+    data_received   a head, then its body (`http1`). With the first bytes of the body the request
+                    starts: as a task of its `ApiRoute`, or of the ASGI application (pages, status,
+                    admin API)
+    write           the answer, in one piece with its head. A stream's events come here from the
+                    engine's connection, without a task or a queue between them
+    answered        the next request, which may have come meanwhile; what is left of a refused
+                    body is read and dropped
+
+One request at a time: what comes ahead waits, up to 64 KiB. A client that closes its connection,
+or only its sending half, is gone: its request is cancelled. Bytes that are no HTTP are answered
+with 400 and the end of the connection.
+
+`Guard` counts connections and closes those that are overdue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, cast
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from kvferry.router.api import ApiError, Headers, Limits
+from kvferry.router.guard import LIVE_STREAM, ClientGone, Guard, Stage, address_of
+from kvferry.router.http1 import (
+    HeadTooLong,
+    HttpError,
+    RequestHead,
+    read_request,
+    split_head,
+    status_line,
+    write_head,
+)
+
+log = logging.getLogger(__name__)
+
+# That a client may send ahead while the router serves its request.
+_MAX_EARLY_BYTES = 64 << 10
+# Of a body, that waits until the request takes it. Then the client has to wait.
+_MOST_UNREAD_BYTES = 64 << 10
+# Read at a time. asyncio reads 256 KiB, for which the allocator takes long.
+_READ_BYTES = 64 << 10
+_LARGE_BYTES = 64 << 10  # a piece of an answer that is not copied to join it with its frame
+_WITHOUT_BODY = (204, 304)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Route(Protocol):
+    """Serves requests without ASGI."""
+
+    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client. A subclass names its guard and the routes that are served without ASGI."""
+
+    guard: Guard
+    routes: Mapping[str, Route]  # by path
+    transport: asyncio.Transport
+    stage: Stage | None = None  # None: not admitted, or lost
+    since = 0.0  # when the client last did what its stage asks for, in the loop's time
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.loop = _loop or asyncio.get_running_loop()
+        self.app: ASGIApp = config.loaded_app
+        self.server_state = server_state
+        self.app_state = app_state
+        self.client: tuple[str, int] | None = None
+        self.address = ""
+        self.secure = False
+        self.request: ClientRequest | None = None  # the one that is read or answered
+        self.write_paused = False
+        self.drained: Callable[[], None] | None = None  # is called when the client reads again
+        self._stopping = False
+        self._data = b""  # that is not read yet
+
+    # By asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.admit(transport)
+        if not self.transport.is_closing():
+            self.opened()
+
+    def admit(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
+        peer = transport.get_extra_info("peername")
+        self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
+        self.address = address_of(self.client)
+        self.guard.admit(self)
+
+    def opened(self) -> None:
+        """The connection is admitted, and HTTP begins."""
+        self.server_state.connections.add(self)  # type: ignore[arg-type]
+        self.secure = self.transport.get_extra_info("sslcontext") is not None
+        if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
+            self.transport.max_size = _READ_BYTES
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.guard.forget(self)
+        self.server_state.connections.discard(self)
+        if self.request is not None:
+            self.request.lost()
+        self.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._data:
+            data, self._data = self._data + data, b""
+        self._read(data)
+
+    def eof_received(self) -> None:
+        """The transport closes, as for a client that has closed both ways."""
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        self.since = self.loop.time()
+        if self.drained is not None:
+            self.drained()
+        elif self.request is None:
+            self._read_on()
+
+    # By the server
+
+    def shutdown(self) -> None:
+        """The server stops: answers may end, but the stream of the page has no end."""
+        self._stopping = True
+        request = self.request
+        if request is None or request.answered:
+            self.transport.close()
+        elif request.path == LIVE_STREAM:
+            self.transport.abort()
+        else:
+            request.keeps = False
+
+    @property
+    def idle(self) -> bool:
+        return self.request is None or self.request.answered
+
+    def overdue(self, now: float, limits: Limits) -> bool:
+        closing = self.transport.is_closing()
+        if self.stage is Stage.HEAD:
+            unread = closing or self.transport.get_write_buffer_size() > 0
+            return now - self.since > (limits.client_seconds if unread else limits.header_seconds)
+        if not (self.write_paused or closing):
+            self.since = now
+        return now - self.since > limits.client_seconds
+
+    # Requests
+
+    def _read(self, data: bytes) -> None:
+        """Read requests, one at a time, as far as `data` goes."""
+        try:
+            while data and not self.transport.is_closing():
+                request = self.request
+                if request is None and not self.write_paused:
+                    data = data.lstrip(b"\r\n")  # empty lines before a request mean nothing
+                    found = split_head(data) if data else None
+                    if found is None:
+                        self._data = data
+                        break
+                    request = self._begin(read_request(found[0]))
+                    data = found[1]
+                    request.arrived(data)
+                    request.start()
+                elif request is not None and not request.head.body.whole:
+                    request.arrived(data)
+                else:  # sent ahead of an answer, or by a client that does not read its answers
+                    self._data = data
+                    if len(data) > _MAX_EARLY_BYTES:
+                        self.transport.abort()
+                    break
+                data = request.head.body.rest
+                if request.answered and request.head.body.whole:
+                    self.request = None
+        except HttpError as error:
+            self._refuse(error)
+        self.guard.moved(self, self._stage_now())
+
+    def _begin(self, head: RequestHead) -> ClientRequest:
+        self.server_state.total_requests += 1
+        request = self.request = ClientRequest(self, head)
+        request.keeps = head.keeps and not self._stopping
+        return request
+
+    def answered(self, request: ClientRequest) -> None:
+        """An answer is complete."""
+        if not request.keeps or self._stopping:
+            self.transport.close()
+            return
+        self.guard.moved(self, Stage.HEAD)  # the wait for the next request's headers begins
+        self.transport.resume_reading()
+        if request.head.body.whole:
+            self.request = None
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if self._data:
+            data, self._data = self._data, b""
+            self._read(data)
+
+    def _refuse(self, error: HttpError) -> None:
+        """What comes is no HTTP: say so, if nothing else is being said, and close."""
+        request = self.request
+        self.request = None
+        if request is not None and not request.answered:
+            # The head was good, the body is not.
+            begun = request.begun
+            request.lost()
+            if begun:
+                self.transport.abort()
+                return
+        status = 431 if isinstance(error, HeadTooLong) else 400
+        code = "headers_too_large" if status == 431 else "invalid_http"
+        answer = ApiError(status, code, f"this is no HTTP/1.1 request: {error}").answer
+        headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body))]
+        head = write_head(status_line(status), [*headers, (b"connection", b"close")])
+        self.transport.write(head + answer.body)
+        self.transport.close()
+
+    def _stage_now(self) -> Stage:
+        request = self.request
+        if request is None or request.answered:
+            return Stage.HEAD
+        return Stage.SERVING if request.head.body.whole else Stage.BODY
+
+
+class ClientRequest:
+    """One request of a client, and its answer."""
+
+    __slots__ = (
+        *("answered", "begun", "connection", "gone", "head", "keeps", "path", "status", "task"),
+        *("_chunked", "_delivered", "_left", "_pending", "_silent", "_unread", "_waiter"),
+    )
+
+    def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
+        self.connection = connection
+        self.head = head
+        path = head.target.partition(b"?")[0].decode()
+        self.path = unquote(path) if "%" in path else path
+        self.keeps = head.keeps  # the connection lives on after the answer
+        self.begun = self.answered = False  # the answer has begun, is complete
+        self.gone = False  # the client is
+        self.status = 0
+        self.task: asyncio.Task[None] | None = None
+        self._delivered = False  # `receive` has given the end of the body
+        self._unread = 0  # bytes of the body that came since `receive` was last called
+        self._waiter: asyncio.Future[None] | None = None
+        self._pending = b""  # the answer's head, which goes out with its first bytes
+        self._chunked = self._silent = False  # silent: the answer has a head only
+        self._left: int | None = None  # of an answer that told its length
+
+    @property
+    def address(self) -> str:
+        return self.connection.address
+
+    # By the connection
+
+    def start(self) -> None:
+        connection = self.connection
+        route = connection.routes.get(self.path)
+        work = self._asgi() if route is None else route.serve(self)
+        tasks = connection.server_state.tasks
+        self.task = connection.loop.create_task(work)
+        tasks.add(self.task)
+        self.task.add_done_callback(tasks.discard)
+
+    def arrived(self, data: bytes) -> None:
+        """More of the body. Raises HttpError."""
+        body = self.head.body
+        if not body.whole:
+            body.receive(data)
+        else:
+            body.rest = data
+        if self.answered:
+            body.parts.clear()
+            return
+        self._unread += len(data) - len(body.rest)
+        if self._unread > _MOST_UNREAD_BYTES and not body.whole:
+            self.connection.transport.pause_reading()
+        self._wake()
+
+    def lost(self) -> None:
+        """The client is gone. Does nothing to a request that is answered."""
+        if self.answered:
+            return
+        self.gone = True
+        self._wake()
+        if self.task is not None and self.path in self.connection.routes:
+            self.task.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # The request's body
+
+    def whole_body(self, most_bytes: int) -> bytes | None:
+        """All of the body, if it has come; then `receive` has nothing more to give."""
+        if not self.head.body.whole or self._unread > most_bytes:
+            return None
+        self._delivered = True
+        return self.head.body.take()
+
+    async def receive(self) -> Message:
+        """As ASGI has it."""
+        body, connection = self.head.body, self.connection
+        while not (self.gone or self.answered):
+            if body.parts or (body.whole and not self._delivered):
+                self._unread = 0
+                self._delivered = body.whole
+                connection.transport.resume_reading()
+                return {"type": "http.request", "body": body.take(), "more_body": not body.whole}
+            if self.head.continues and not body.whole and not self.begun:
+                self.head.continues = False
+                connection.transport.write(_CONTINUE)
+            self._waiter = connection.loop.create_future()
+            await self._waiter
+        return {"type": "http.disconnect"}
+
+    # The answer
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """The head of the answer. It is sent with the first bytes of the body."""
+        self.begun, self.status = True, status
+        lines = [*self.connection.server_state.default_headers, *headers]
+        closes = False
+        for name, value in headers:
+            if name == b"content-length":
+                self._left = int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                closes = True
+        self._silent = self.head.method == "HEAD" or status in _WITHOUT_BODY
+        if self._left is None and not self._silent:
+            self._chunked = self.head.is_1_1
+            if self._chunked:
+                lines.append((b"transfer-encoding", b"chunked"))
+            else:  # the body ends with the connection
+                self.keeps = False
+        # A client that waits for 100 Continue may now send its body, or its next request. Nobody
+        # could tell which.
+        waits = self.head.continues and not self.head.body.whole
+        self.keeps = self.keeps and not closes and not waits
+        if not self.keeps and not closes:
+            lines.append((b"connection", b"close"))
+        self._pending = write_head(status_line(status), lines)
+
+    def write(self, data: bytes, last: bool = False) -> bool:
+        """The next bytes of the answer. Returns whether the client reads too slowly for more."""
+        connection = self.connection
+        if self.gone or self.answered:
+            return False
+        if self._silent:
+            data = b""
+        elif self._left is not None:
+            self._left -= len(data)
+        elif self._chunked:
+            if len(data) > _LARGE_BYTES:
+                connection.transport.write(self._pending + b"%x\r\n" % len(data))
+                connection.transport.write(data)
+                self._pending, data = b"", b"\r\n"
+            elif data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if last:
+                data += b"0\r\n\r\n"
+        if data or last:
+            if self._pending:
+                data, self._pending = self._pending + data, b""
+            if data:
+                connection.transport.write(data)
+        if last:
+            self.answered = True
+            if self._left and not self._silent:  # not as long as its head says
+                connection.transport.abort()
+            else:
+                self._wake()
+                connection.answered(self)
+        return connection.write_paused
+
+    def abort(self) -> None:
+        """Close the connection in the middle of the answer, which every client notices."""
+        if not self.answered:
+            self.connection.transport.abort()
+
+    async def drained(self) -> None:
+        """Wait until the client has read most of what was written. Raises ClientGone."""
+        connection = self.connection
+        if connection.write_paused and not self.gone:
+            waiter = connection.loop.create_future()
+            connection.drained = lambda: None if waiter.done() else waiter.set_result(None)
+            try:
+                await waiter
+            finally:
+                connection.drained = None
+        if self.gone:
+            raise ClientGone
+
+    # ASGI
+
+    async def _asgi(self) -> None:
+        connection = self.connection
+        transport = connection.transport
+        path, _, query = self.head.target.partition(b"?")
+        server = transport.get_extra_info("sockname")
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1" if self.head.is_1_1 else "1.0",
+            "server": server[:2] if isinstance(server, tuple) else None,
+            "client": connection.client,
+            "scheme": "https" if connection.secure else "http",
+            "method": self.head.method,
+            "root_path": "",
+            "path": self.path,
+            "raw_path": path,
+            "query_string": query,
+            "headers": self.head.headers,
+            "state": connection.app_state.copy(),
+        }
+        try:
+            await connection.app(scope, self.receive, self._asgi_send)
+        except ClientGone:
+            pass
+        except Exception:
+            log.exception("%s %s broke the router", self.head.method, self.path)
+        if self.answered or self.gone:
+            return
+        if self.begun:
+            transport.abort()
+        else:
+            answer = ApiError(500, "internal_error", "the router failed; its log says why").answer
+            self.begin(500, [*answer.headers, (b"content-length", b"%d" % len(answer.body))])
+            self.write(answer.body, last=True)
+
+    async def _asgi_send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begin(message["status"], list(message.get("headers", ())))
+        elif message["type"] == "http.response.body":
+            last = not message.get("more_body", False)
+            self.write(message.get("body", b""), last)
+            if not last:
+                await self.drained()

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP/1.1 messages as bytes: heads and bodies of clients' requests and of engines' answers.
+
+The router reads both by the same rules, and refuses whatever two readers could understand in two
+ways. A proxy that guesses lets one client's bytes pass for another client's request:
+
+- lines end with CR LF, and no line continues the one before
+- no space stands between a header's name and its colon; values have no control characters
+- a length is said once, by `Content-Length` or by `Transfer-Encoding: chunked`, never by both
+- a request of HTTP/1.1 names one host; `Transfer-Encoding` needs HTTP/1.1
+
+Everything here is pure. Connections feed bytes in and take the rest back (`Body.rest`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from kvferry.errors import KvferryError
+from kvferry.router.api import Headers
+
+MAX_HEAD_BYTES = 64 << 10  # of a head, of a line between two chunks, and of all trailers
+# Each chunk costs the router's only thread about 1 us, whatever its size.
+_SMALL_CHUNK_BYTES = 512
+_MAX_SMALL_CHUNKS = 1024
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_REQUEST = re.compile(rb"(" + _TOKEN + rb") ([\x21-\x7e]+) HTTP/1\.([01])")
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
+_FIELDS = re.compile(rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_ONE_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+class HttpError(KvferryError):
+    """Bytes that are no HTTP/1.1 message, or one that can be read in two ways."""
+
+
+class HeadTooLong(HttpError):
+    """A head has more than MAX_HEAD_BYTES."""
+
+
+@dataclass(slots=True)
+class RequestHead:
+    method: str
+    target: bytes
+    headers: Headers  # names in lower case
+    keeps: bool  # the client may send another request behind this one
+    is_1_1: bool  # it understands chunks
+    continues: bool  # it waits for 100 Continue before it sends the body
+    body: Body
+
+
+@dataclass(slots=True)
+class AnswerHead:
+    status: int
+    headers: Headers  # names in lower case
+    keeps: bool  # the connection can bring another answer
+    body: Body
+
+
+def split_head(data: bytes) -> tuple[bytes, bytes] | None:
+    """The head of a message without its last empty line, and what follows. None: there is more to
+    come. Raises HttpError if no head can begin like this."""
+    end = data.find(b"\r\n\r\n")
+    if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
+        raise HeadTooLong(f"a head may have {MAX_HEAD_BYTES} bytes at most")
+    if end >= 0:
+        return data[: end + 2], data[end + 4 :]
+    if b"\n\n" in data or b"\n\r\n" in data or b"\x00" in data:
+        raise HttpError("lines must end with CR LF")
+    return None
+
+
+def read_request(head: bytes) -> RequestHead:
+    """`head` ends with the last header's CR LF. Raises HttpError."""
+    line, _, block = head.partition(b"\r\n")
+    first = _REQUEST.fullmatch(line)
+    if first is None:
+        raise HttpError("the first line must be a method, a target and HTTP/1.1")
+    headers, said = _fields(block)
+    is_1_1 = first[3] == b"1"
+    hosts = said.hosts
+    if hosts > 1 or (is_1_1 and not hosts):
+        raise HttpError(f"a request must have one Host header; this one has {hosts}")
+    if said.chunked and not is_1_1:
+        raise HttpError("HTTP/1.0 has no Transfer-Encoding")
+    body = Body(said.chunked, said.length or 0, _MAX_SMALL_CHUNKS)
+    expects = any(k == b"expect" and v.lower() == b"100-continue" for k, v in headers)
+    return RequestHead(
+        first[1].decode(), first[2], headers, is_1_1 and not said.closes, is_1_1, expects, body
+    )
+
+
+def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
+    """The same for an answer; `to_head`: to a HEAD request, so without a body. Raises HttpError."""
+    line, _, block = head.partition(b"\r\n")
+    first = _STATUS.fullmatch(line)
+    if first is None:
+        raise HttpError(f"illegal status line {line[:40]!r}")
+    headers, said = _fields(block)
+    status, is_1_1 = int(first[2]), first[1] == b"1"
+    if status == 101:
+        raise HttpError("an upgrade that was not asked for")
+    if to_head or status < 200 or status in (204, 304):
+        body = Body(False, 0)
+    else:
+        body = Body(said.chunked, math.inf if said.length is None else said.length)
+    return AnswerHead(status, headers, is_1_1 and not said.closes, body)
+
+
+def write_head(first: bytes, headers: Headers) -> bytes:
+    """A head with its empty line. Raises HttpError for a header that would make another line."""
+    lines = [first, *[name + b": " + value for name, value in headers], b"\r\n"]
+    head = b"\r\n".join(lines)
+    count = len(headers) + 2
+    if head.count(b"\n") != count or head.count(b"\r") != count:
+        raise HttpError("a header has a line break")
+    return head
+
+
+def status_line(status: int) -> bytes:
+    return b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b""))
+
+
+class Body:
+    """The body of one message, as it comes."""
+
+    __slots__ = (
+        *("chunked", "parts", "rest", "whole"),
+        *("_behind_chunk", "_behind_last", "_left", "_line", "_small_left", "_trailers"),
+    )
+
+    def __init__(self, chunked: bool, length: float, most_small_chunks: float = math.inf) -> None:
+        """`length` of a body without chunks; infinite: it ends with the connection."""
+        self.chunked = chunked
+        self.parts: list[bytes] = []  # that came, and were not taken yet
+        self.rest = b""  # that came behind the body
+        self.whole = not chunked and not length
+        self._left = 0 if chunked else length  # of the body, or of a chunk
+        self._line = b""  # between chunks: a line that has not come to its end
+        self._behind_chunk = self._behind_last = False
+        self._small_left = most_small_chunks
+        self._trailers = 0
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return self._left == math.inf
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        parts = self.parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        return data
+
+    def receive(self, data: bytes) -> None:
+        """Raises HttpError."""
+        if not self.chunked:
+            self._receive_plain(data)
+            return
+        if self._line:
+            data = self._line + data
+        elif not (self._left or self._behind_chunk or self._behind_last):
+            # Usually one event of a stream comes as one chunk, and alone.
+            found = _ONE_CHUNK.match(data)
+            if found is not None:
+                begin, end = found.end(), len(data) - 2
+                if int(found[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
+                    if end - begin < _SMALL_CHUNK_BYTES:
+                        self._count_small()
+                    self.parts.append(data[begin:end])
+                    return
+        at, size = 0, len(data)
+        while not self.whole and at < size:
+            if self._left:
+                end = min(size, at + int(self._left))
+                self.parts.append(data[at:end])
+                self._left -= end - at
+                at = end
+                self._behind_chunk = not self._left
+                continue
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                break
+            self._read_line(data[at:end])
+            at = end + 2
+        if self.whole:
+            self._line, self.rest = b"", data[at:]
+            return
+        self._line = data[at:]
+        if len(self._line) > MAX_HEAD_BYTES:
+            raise HttpError("a line between two chunks is too long")
+        if self._behind_chunk and self._line and self._line != b"\r":
+            raise HttpError(f"no chunk ends with {self._line[:40]!r}")
+
+    def _receive_plain(self, data: bytes) -> None:
+        size = len(data)
+        if size > self._left:
+            end = int(self._left)
+            data, self.rest = data[:end], data[end:]
+            size = end
+        if size:
+            self.parts.append(data)
+            self._left -= size
+        self.whole = not self._left
+
+    def _read_line(self, line: bytes) -> None:
+        """The size of a chunk, the end of one, or what follows the last one."""
+        if self._behind_last:
+            self.whole = not line  # other lines are trailers, which are dropped
+            self._trailers += len(line)
+            if self._trailers > MAX_HEAD_BYTES:
+                raise HttpError("the trailers are too long")
+        elif self._behind_chunk and not line:
+            self._behind_chunk = False
+        elif not self._behind_chunk and (found := _CHUNK_SIZE.fullmatch(line)):
+            size = int(found[1], 16)
+            self._left = size
+            self._behind_last = not size
+            if size < _SMALL_CHUNK_BYTES:
+                self._count_small()
+        else:
+            raise HttpError(f"no chunk begins with {line[:40]!r}")
+
+    def _count_small(self) -> None:
+        self._small_left -= 1
+        if self._small_left < 0:
+            raise HttpError(
+                f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
+            )
+
+
+@dataclass(slots=True)
+class _Said:
+    """What headers say about the message itself."""
+
+    length: int | None = None
+    chunked: bool = False
+    closes: bool = False
+    hosts: int = 0
+
+
+def _fields(block: bytes) -> tuple[Headers, _Said]:
+    if _FIELDS.fullmatch(block) is None:
+        raise HttpError("a header is a name, a colon and a value without control characters")
+    headers: Headers = []
+    said = _Said()
+    for line in block.split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b":")
+        name, value = name.lower(), value.strip(b" \t")
+        headers.append((name, value))
+        if name == b"content-length":
+            if said.length is not None or not value.isdigit() or len(value) > 18:
+                raise HttpError("Content-Length must be one number, said once")
+            said.length = int(value)
+        elif name == b"transfer-encoding":
+            if said.chunked or value.lower() != b"chunked":
+                raise HttpError("the only Transfer-Encoding that is understood is chunked, once")
+            said.chunked = True
+        elif name == b"connection":
+            said.closes |= b"close" in value.lower()
+        elif name == b"host":
+            said.hosts += 1
+    if said.chunked and said.length is not None:
+        raise HttpError("Content-Length and Transfer-Encoding contradict each other")
+    return headers, said
