@@ -163,6 +163,7 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # a request makes hundreds of objects, few in circles
     with suppress(KeyboardInterrupt):  # drained by then
         RouterServer(settings, listen, draining).run()
 

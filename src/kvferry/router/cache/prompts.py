@@ -107,7 +107,7 @@ class PromptChains:
         self._engines: OrderedDict[str, _Engine] = OrderedDict()
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
-        self._asking: dict[bytes, asyncio.Task[PromptChain | None]] = {}
+        self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
 
     def __len__(self) -> int:
         """Prompts that are remembered."""
@@ -152,35 +152,36 @@ class PromptChains:
         headers  of the request; the engine may want its Authorization
         """
         key = asked.key or asked.digest(engine if self._by_model else "")
-        task = self._asking.get(key)
-        if task is not None:
-            self.counts["shared"] += 1
-        elif len(self._asking) >= self._most_asked:
+        while (shared := self._asking.get(key)) is not None:
+            try:
+                found = await asyncio.shield(shared)
+            except asyncio.CancelledError:
+                if not shared.cancelled():
+                    raise
+            else:
+                self.counts["shared"] += 1
+                return found
+            # the client that had asked is gone: the first of the others asks again
+        if len(self._asking) >= self._most_asked:
             return self._without("busy")
-        else:
-            if not self._engine(engine).may_be_asked:
-                return self._without("failed")
-            authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
-            # A task of its own: a client that leaves does not take the answer from the others. It
-            # ends within `seconds`.
-            task = asyncio.create_task(self._find(key, engine, asked, authorization))
-            self._asking[key] = task
-            task.add_done_callback(lambda done: self._asking.pop(key, None))
+        if not self._engine(engine).may_be_asked:
+            return self._without("failed")
+        authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
+        # Not a task of its own: most prompts are asked for once.
+        answer = self._asking[key] = asyncio.get_running_loop().create_future()
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # the router stops
-                return None
-            raise
+            found = await self._find(key, engine, asked, authorization)
+            answer.set_result(found)
+            return found
+        finally:
+            del self._asking[key]
+            answer.cancel()  # it has no answer, if it is not done
 
     def forget(self, engine: str) -> None:
         """An engine restarted or is gone: it may serve other models now."""
         self._engines.pop(engine, None)
 
     async def close(self) -> None:
-        for task in list(self._asking.values()):
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -249,8 +250,8 @@ class PromptChains:
         """None: the engine does not serve this model."""
         now = time.monotonic()
         if now - engine.looked_at > _REFRESH_SECONDS:
-            engine.looked_at = now
             answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
+            engine.looked_at = now
             cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
