@@ -443,6 +443,29 @@ def test_layers_that_are_final_early_are_copied_early(
     store.close()
 
 
+def test_what_was_copied_too_early_is_found(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All memory is said to be final before it is: the hashes are of what it is in the end."""
+    monkeypatch.setattr(buses, "DIRECT_BYTES", 1024)
+    monkeypatch.setattr(buses, "EARLY_BYTES", 0)
+    cache, _, store = cache_and_store(tmp_path)
+    final, some = cache.copy(), range(6)
+    cache[:] = 0
+
+    def computed() -> None:
+        cache[:] = final
+
+    host_device.ahead.update({76: lambda: None, 77: computed})
+    everything = RegionTable.of([MemoryRegion(cache.ctypes.data, cache.nbytes)])
+    fence = SimpleNamespace(ready=Ready(77, 76, everything), wait=lambda: None)
+    objects = blocks(cache, some)
+    assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
+    host_device.ahead.clear()
+    assert store.get(names(some), whole(objects), soon()) == [Outcome.CORRUPT] * 6
+    store.close()
+
+
 @pytest.mark.parametrize("early", ["none", "others", "last runs", "of some objects", "few bytes"])
 def test_what_is_not_the_same_for_all_objects_waits_for_the_end(
     early: str, monkeypatch: pytest.MonkeyPatch

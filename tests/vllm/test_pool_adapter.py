@@ -31,7 +31,7 @@ from kvferry.carriers.base import Ready
 from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
-from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved
+from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters
 from kvferry.vllm.config import FerryConfig
@@ -403,26 +403,54 @@ def test_most_layers_of_a_step_are_final_before_its_end(monkeypatch: pytest.Monk
     caches["state"] = [memory[9], memory[0][:16]]  # shares the first layer's memory
     layers = pool_worker._Layers(caches)
     names = [f"layer {n}" for n in range(8)]
+    addresses = np.array([row.data_ptr() + 32 for row in memory])
 
-    def early(told: list[str]) -> list[int] | None:
+    def early(*told: str) -> list[int] | None:
+        saves: list[SaveOrder] = []
         for name in told:
-            layers.computed(name)
-        found = layers.take_early()
+            layers.computed(name, saves)
+        assert layers.take_early([]) is None  # another step's
+        found = layers.take_early(saves)
         if found is None:
             return None
-        addresses = np.array([row.data_ptr() + 32 for row in memory])
         ready = Ready(2, 1, found.memory)
         return np.flatnonzero(ready.is_early(addresses, np.full(10, 64))).tolist()
 
-    assert early(names) is None  # ten were expected, so no event was recorded in time
+    assert early(*names) is None  # ten were expected, so no event was recorded in time
     for _ in range(2):
-        assert early(names) == [1, 2, 3, 4, 5, 6]
-    assert early([]) is None  # a graph of the whole step
-    assert early(names) == [1, 2, 3, 4, 5, 6]
-    assert early([*names, "layer 7", "layer 0"]) == [1, 2, 3, 4, 5, 6]
-    both = sorted([*names, *names])
-    assert early(both) == []  # an event after nine of sixteen
-    assert early(both) == []
-    assert early([*names, "state", "half"]) is None  # of sixteen
-    assert early([*names, "state", "half"]) == [0, 1, 2, 3, 4, 5, 6, 7, 9]
-    assert len(recorded) == 7
+        assert early(*names) == [1, 2, 3, 4, 5, 6]
+    assert early() is None  # a graph of the whole step
+    assert early("half", "half") is None  # and a draft's own, twice
+    assert early(*names) == [1, 2, 3, 4, 5, 6]
+    assert early(*names, "layer 7", "layer 0") == [1, 2, 3, 4, 5, 6]
+    assert early(*names) is None  # of ten
+    assert early(*names) == [1, 2, 3, 4, 5, 6]
+    assert early(*sorted([*names, *names])) == []
+    layers.computed("layer 1", [])  # of a step whose saves never began
+    assert early(*sorted([*names, *names])) == []
+    assert early(*names, "state", "half") is None  # of sixteen
+    assert early(*names, "state", "half") == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_an_event_at_another_place_is_not_mistaken_for_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same layers, but after a step that told of fewer: the event comes earlier."""
+    monkeypatch.setattr(torch, "Event", Recorded)
+    memory = torch.zeros(24, 4096, dtype=torch.uint8)
+    layers = pool_worker._Layers({f"layer {n}": memory[n] for n in range(24)})
+    addresses = np.array([row.data_ptr() for row in memory])
+    names = [f"layer {n}" for n in range(24)]
+    for told, count in ((names, 21), (names[:16], None), (names, 14), (names, 21)):
+        saves: list[SaveOrder] = []
+        for name in told:
+            layers.computed(name, saves)
+        found = layers.take_early(saves)
+        if count is None:
+            assert found is None
+        else:
+            assert found is not None
+            ready = Ready(2, 1, found.memory)
+            assert ready.is_early(addresses, np.full(24, 64)).tolist() == [
+                number < count for number in range(24)
+            ]

@@ -335,7 +335,8 @@ class PoolScheduler:
         oldest = next(iter(self._jobs.values()), None)
         if oldest is not None and time.monotonic() > oldest.at + HEALTHY_SECONDS:
             return 0
-        return self._save_rate.blocks_in(SOON_SECONDS)
+        soon = self._save_rate.blocks_in(SOON_SECONDS)
+        return min(soon, self.limits.most_pinned_soon)
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self.align_tokens * self.align_tokens
@@ -451,6 +452,7 @@ class PoolLimits:
     save_seconds: float = 60.0
     most_pinned_blocks: int = 1 << 30
     most_pinned_at_end: int = 1 << 30  # when a request is over
+    most_pinned_soon: int = 1 << 30  # if the store saves them in a moment
     min_load_tokens: int | Literal["auto"] = "auto"
     lookup: bool = True
     lookup_at_once: bool = False  # the store's index is this host's memory
@@ -573,8 +575,9 @@ class SaveJob:
 
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
-# has its blocks in any case.
-SOON_SECONDS = 0.2
+# has its blocks in any case. A device's store may need longer than that: its rate is that of what
+# is left when a step ends.
+SOON_SECONDS = 0.1
 HEALTHY_SECONDS = 2.0  # of the oldest job, its step included; a store that takes longer may hang
 
 

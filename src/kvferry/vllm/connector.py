@@ -335,7 +335,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = self._get_connector_metadata()  # vLLM may begin loads and saves after all layers
         assert isinstance(step, FerryMetadata)
         if step.pool is not None and step.pool.saves:
-            self.pool_worker.layer_computed(layer_name)
+            self.pool_worker.layer_computed(layer_name, step.pool.saves)
 
     def wait_for_save(self) -> None:
         """Saves begin; no step waits for them."""

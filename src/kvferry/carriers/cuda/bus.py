@@ -258,7 +258,8 @@ class Bus:
                     many = sum(len(some) for _, some in rows) > (
                         MOST_AHEAD if after is not None else MOST_AT_ONCE
                     )
-                    lane.queue_direct(objects, chunk_bytes, rows, outward=outward, waits=many)
+                    last = after.last if after is not None else 0
+                    lane.queue_direct(objects, chunk_bytes, rows, last, outward=outward, waits=many)
                 else:
                     if after is not None:
                         lane.wait_for(after.last)
@@ -401,6 +402,7 @@ class _Lane:
         objects: BusObjects,
         chunk_bytes: int,
         rows: Sequence[tuple[int, Rows]],
+        last: int,
         *,
         outward: bool,
         waits: bool,
@@ -408,6 +410,7 @@ class _Lane:
         """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
 
         rows  with the events after which they may be copied, in the order of these; 0: none
+        last  the event after which all is hashed: bytes that were copied too early are found
         """
         self._buffers.begin()
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -420,15 +423,15 @@ class _Lane:
             self._upload(total)  # before the copies: behind them, it would wait for the next part's
             for event, some in rows:
                 if event:
-                    bus.wait_for(event)
+                    bus.wait_for(event, waits=waits)
                 self._copy(some, outward=outward, waits=waits)
-            if last := rows[-1][0]:
+            if last:
                 stream.wait_for(last)
             if not outward:  # what is hashed must be there
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
             self._hash(self._runs_at, run_bytes, 0, total, per_piece)
-            self._queue_end(total)
+            self._queue_end(total, waits)
         except BaseException:
             self.drain()
             raise
@@ -535,7 +538,7 @@ class _Lane:
                     half.computed.record(stream)
                 half.used = True
                 first_hash = last_hash
-            self._queue_end(total)
+            self._queue_end(total, waits)
         except BaseException:
             self.drain()
             raise
@@ -575,12 +578,12 @@ class _Lane:
                 per_piece=per_piece,
             )
 
-    def _queue_end(self, total: int) -> None:
+    def _queue_end(self, total: int, waits: bool) -> None:
         """The hashes to the host, and an event after all that is under way."""
         at, self._total = self._chunks_at + 2 * MOST_HASHES, total
         stream = self._buffers.stream
         stream.copy_at_once(self._host.ctypes.data + 8 * at, self._there + 8 * at, 8 * total)
-        self._moved.record(self._bus)
+        self._moved.record(self._bus, waits=waits)
         stream.wait_for(self._moved)
         self._ended.record(stream)
 

@@ -83,6 +83,8 @@ def _take_size(value: Any) -> int:
         raise ValueError from None
 
 
+# Of all blocks, for saves that take a moment: what is left keeps an engine going if one hangs.
+FAST_SHARE = 0.9
 Size = Annotated[int, Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)]
 LeastTokens = Annotated[
     int | Literal["auto"],
@@ -172,6 +174,7 @@ class PoolConfig:
             save_seconds=self.save_seconds,
             most_pinned_blocks=max(1, int(blocks * self.pinned_share)),
             most_pinned_at_end=max(1, int(blocks * min(1, 2 * self.pinned_share))),
+            most_pinned_soon=int(blocks * FAST_SHARE),
             min_load_tokens=self.min_load_tokens,
             lookup=self.enable_lookup,
             lookup_at_once=self.store == "embedded",

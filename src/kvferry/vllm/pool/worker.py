@@ -129,10 +129,10 @@ class PoolWorker:
             self._rank.load(order, fence)
         self._saves = orders.saves
 
-    def layer_computed(self, name: str) -> None:
+    def layer_computed(self, name: str, saves: list[SaveOrder]) -> None:
         """The step computes this layer of the blocks to be saved, or has been told to."""
         if self._layers is not None:
-            self._layers.computed(name)
+            self._layers.computed(name, saves)
 
     def save(self) -> None:
         """The step has computed its blocks, or has been told to."""
@@ -140,7 +140,7 @@ class PoolWorker:
             return
         fence = self._fence(blocking=True)
         if fence is not None and self._layers is not None:
-            fence.early = self._layers.take_early()
+            fence.early = self._layers.take_early(self._saves)
         for order in self._saves:
             self._rank.save(order, fence)
         self._saves = []
@@ -245,34 +245,44 @@ class _Layers:
                 low = begin
             high = max(high, end)
             self._memory.append((MemoryRegion(low, high - low), owners))
-        self._usual = len(kv_caches)  # layers that a step tells of
+        self._most = len(kv_caches)
+        # How many layers a step tells of, by the first: of a step that decodes, a graph of the
+        # target tells of none, and a draft of its own.
+        self._usual: dict[str, int] = {}
+        self._saves: list[SaveOrder] | None = None  # of this step
         self._names: list[str] = []  # of this step
         self._event: Any = None
         self._before = 0  # layers before the event
-        self._known: tuple[list[str], RegionTable] | None = None  # of an earlier step
+        self._known: tuple[int, list[str], RegionTable] | None = None  # of an earlier step
 
-    def computed(self, name: str) -> None:
-        self._names.append(name)
-        if len(self._names) == self._usual - self._usual // LATE_SHARE and self._event is None:
+    def computed(self, name: str, saves: list[SaveOrder]) -> None:
+        names = self._names
+        if saves is not self._saves:
+            names = self._names = []
+            self._saves, self._event = saves, None
+        names.append(name)
+        usual = self._usual.get(names[0], self._most)
+        if len(names) == usual - usual // LATE_SHARE:
             import torch
 
-            self._event, self._before = torch.Event(), len(self._names)
+            self._event, self._before = torch.Event(), len(names)
             self._event.record()
 
-    def take_early(self) -> _Early | None:
-        """What this step has filled early; begins the next one."""
-        names, self._names = self._names, []
-        event, self._event = self._event, None
-        self._usual = len(names) or self._usual  # a graph of a whole step tells of none
+    def take_early(self, saves: list[SaveOrder]) -> _Early | None:
+        """What the step of these saves has filled early."""
+        if saves is not self._saves:  # a graph of the whole step tells of no layer
+            return None
+        names, event, before = self._names, self._event, self._before
+        self._saves, self._names, self._event = None, [], None
+        self._usual[names[0]] = len(names)
         if event is None:
             return None
-        if self._known is None or self._known[0] != names:
-            before, later = names[: self._before], names[self._before :]
-            once = len(set(before)) == len(before)
-            done = set(before) - set(later) if once else set()
+        if self._known is None or self._known[:2] != (before, names):
+            once = len(set(names[:before])) == before
+            done = set(names[:before]) - set(names[before:]) if once else set()
             final = [memory for memory, owners in self._memory if owners <= done]
-            self._known = names, RegionTable.of(final)
-        return _Early(event, self._known[1])
+            self._known = before, names, RegionTable.of(final)
+        return _Early(event, self._known[2])
 
 
 def _span(tensor: Any) -> tuple[int, int]:
