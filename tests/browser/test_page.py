@@ -347,7 +347,7 @@ def test_screen_readers_hear_of_changes_only(served: Serve, open_page: Open) -> 
         )
     assert len(page.evaluate("window.heard")) == 2
     table = page.get_by_role("table", name="Engines")
-    assert table.get_by_role("columnheader").count() == 12
+    assert table.get_by_role("columnheader").count() == 13
     assert table.get_by_role("rowheader").count() == 5
     assert page.get_by_role("region", name="Flows").get_by_role("img").count() == 1
 
