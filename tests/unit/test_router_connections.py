@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import ssl
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -398,6 +400,60 @@ def test_a_stream_waits_for_a_client_that_does_not_read_and_is_not_silent_meanwh
             await passing
             assert sink.bytes == size and sink.ended
             got.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_was_ahead_of_its_client_goes_on() -> None:
+    """Reading had stopped, as much lay unread before there was somebody to pass it to."""
+    size = 1 << 20
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + bytes(size))
+        await writer.drain()
+
+    async def run() -> None:
+        async with asking(Server(answer)) as (client, pool):
+            got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
+            connection = got.connection
+            assert connection is not None
+            await until(lambda: not connection._transport.is_reading())
+            await got.pass_on(sink, 5.0)
+            assert sink.bytes == size and sink.ended
+            got.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_without_a_length_that_is_reset_is_no_whole_one() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n\n")
+        await asyncio.sleep(0.05)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def run() -> None:
+        async with asking(Server(answer)) as (client, pool):
+            got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
+            with pytest.raises(BrokenAnswer):
+                await got.pass_on(sink, 5.0)
+            got.close()
+            assert not sink.ended and not pool.open_count
+
+    asyncio.run(run())
+
+
+def test_a_head_has_no_body_to_wait_for() -> None:
+    server = bytes_of(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n")
+
+    async def run() -> None:
+        async with asking(server) as (client, pool):
+            for _ in range(2):
+                got = await pool.ask(address_of_url(client.url), b"HEAD", [], b"")
+                assert got.status == 200 and await got.read() == b""
+                got.close()
+            assert server.connections == 1
 
     asyncio.run(run())
 

@@ -174,6 +174,8 @@ BROKEN_CHUNKS = {
     "wrong end": b"1\r\na\n1\r\n",
     "empty": b"\r\n",
     "long extension": b"1;" + b"y" * (MAX_HEAD_BYTES + 1),
+    "newline in a trailer": b"0\r\nX: y\n\nGET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "trailer without a name": b"0\r\nxy\r\n\r\n",
     "long trailers": b"0\r\n" + b"X: y\r\n" * (MAX_HEAD_BYTES // 3),
 }
 
@@ -311,9 +313,22 @@ def test_head_requests_have_no_body() -> None:
         for path in (b"/health", b"/v1/models", b"/nothing"):
             sock.sendall(b"HEAD %s HTTP/1.1\r\nHost: x\r\n\r\n" % path)
             got = received(sock, until=b"\r\n\r\n")
-            assert got.endswith(b"\r\n\r\n") and len(statuses(got)) == 1
+            assert got.endswith(b"\r\n\r\n")
+            assert statuses(got) == [404 if path == b"/nothing" else 200]
         sock.sendall(HEALTH)
         assert b'"status":"ok"' in received(sock, until=b"}]}")
+
+
+def test_a_body_that_breaks_behind_its_answer_gets_no_second_one() -> None:
+    """Whoever shares the connection would take it for the answer to the next request."""
+    with cluster() as c, connected(c) as sock:
+        sock.sendall(
+            HEAD.replace(b"/v1/completions", b"/nothing")
+            + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+        )
+        assert statuses(received(sock, until=b"}}")) == [404]
+        sock.sendall(b"zz\r\n")
+        assert received(sock) == b""
 
 
 def test_methods_that_a_route_does_not_have() -> None:

@@ -246,6 +246,19 @@ async def test_a_client_that_leaves_takes_nothing_from_others(
 
 
 @with_engine
+async def test_clients_that_leave_together_are_all_gone(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    both = [asyncio.create_task(ask(prompts, engine, prompt="hello")) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for one in both:
+        one.cancel()
+    ended = await asyncio.gather(*both, return_exceptions=True)
+    assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
+
+
+@with_engine
 async def test_what_cannot_be_told_is_left(engine: Engine, prompts: PromptChains) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     for path, body in (

@@ -135,7 +135,7 @@ class ClientConnection(asyncio.Protocol):
         self.since = self.loop.time()
         if self.drained is not None:
             self.drained()
-        elif self.request is None:
+        if self.request is None:
             self._read_on()
 
     # By the server
@@ -203,6 +203,7 @@ class ClientConnection(asyncio.Protocol):
 
     def answered(self, request: ClientRequest) -> None:
         """An answer is complete."""
+        self.drained = None
         if not request.keeps or self._stopping:
             self.transport.close()
             return
@@ -221,7 +222,10 @@ class ClientConnection(asyncio.Protocol):
         """What comes is no HTTP: say so, if nothing else is being said, and close."""
         request = self.request
         self.request = None
-        if request is not None and not request.answered:
+        if request is not None and request.answered:  # a second answer would be the next request's
+            self.transport.abort()
+            return
+        if request is not None:
             # The head was good, the body is not.
             begun = request.begun
             request.lost()
@@ -381,7 +385,7 @@ class ClientRequest:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             if last:
                 data += b"0\r\n\r\n"
-        if data or last:
+        if data or last or self._silent:
             if self._pending:
                 data, self._pending = self._pending + data, b""
             if data:

@@ -270,7 +270,8 @@ class ClientReply:
         return self._pass(data, last)
 
     def on_drain(self, go_on: Callable[[], None] | None) -> None:
-        self._request.connection.drained = go_on
+        if not self._request.answered:  # else the connection is the next request's
+            self._request.connection.drained = go_on
 
     def _pass(self, data: bytes, last: bool) -> bool:
         """Pass on whole events, and keep the part of the next one, if it is small."""

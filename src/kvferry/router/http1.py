@@ -31,6 +31,7 @@ _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _REQUEST = re.compile(rb"(" + _TOKEN + rb") ([\x21-\x7e]+) HTTP/1\.([01])")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELDS = re.compile(rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*")
+_TRAILER = re.compile(_TOKEN + rb":[\t\x20-\x7e\x80-\xff]*")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _ONE_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -90,7 +91,7 @@ def read_request(head: bytes) -> RequestHead:
     if said.chunked and not is_1_1:
         raise HttpError("HTTP/1.0 has no Transfer-Encoding")
     body = Body(said.chunked, said.length or 0, _MAX_SMALL_CHUNKS)
-    expects = any(k == b"expect" and v.lower() == b"100-continue" for k, v in headers)
+    expects = is_1_1 and any(k == b"expect" and v.lower() == b"100-continue" for k, v in headers)
     return RequestHead(
         first[1].decode(), first[2], headers, is_1_1 and not said.closes, is_1_1, expects, body
     )
@@ -213,6 +214,8 @@ class Body:
         """The size of a chunk, the end of one, or what follows the last one."""
         if self._behind_last:
             self.whole = not line  # other lines are trailers, which are dropped
+            if line and _TRAILER.fullmatch(line) is None:
+                raise HttpError(f"no trailer is {line[:40]!r}")
             self._trailers += len(line)
             if self._trailers > MAX_HEAD_BYTES:
                 raise HttpError("the trailers are too long")

@@ -152,11 +152,13 @@ class PromptChains:
         headers  of the request; the engine may want its Authorization
         """
         key = asked.key or asked.digest(engine if self._by_model else "")
+        until = asyncio.get_running_loop().time() + self._seconds
         while (shared := self._asking.get(key)) is not None:
             try:
                 found = await asyncio.shield(shared)
             except asyncio.CancelledError:
-                if not shared.cancelled():
+                mine = asyncio.current_task()
+                if not shared.cancelled() or (mine is not None and mine.cancelling()):
                     raise
             else:
                 self.counts["shared"] += 1
@@ -170,7 +172,7 @@ class PromptChains:
         # Not a task of its own: most prompts are asked for once.
         answer = self._asking[key] = asyncio.get_running_loop().create_future()
         try:
-            found = await self._find(key, engine, asked, authorization)
+            found = await self._find(key, engine, asked, authorization, until)
             answer.set_result(found)
             return found
         finally:
@@ -198,11 +200,10 @@ class PromptChains:
         return engine
 
     async def _find(
-        self, key: bytes, url: str, asked: AskedPrompt, headers: Headers
+        self, key: bytes, url: str, asked: AskedPrompt, headers: Headers, until: float
     ) -> PromptChain | None:
         engine = self._engine(url)
         how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
-        until = asyncio.get_running_loop().time() + self._seconds
         try:
             namespace = self._known_namespace(engine, asked)
             if namespace is None:

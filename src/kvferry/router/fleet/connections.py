@@ -130,7 +130,7 @@ class EngineTransport:
             raise BadRequest(str(error)) from error
         connection = self._take(at.origin) or await self._connect(at.origin, until)
         try:
-            connection.send(head, body)
+            connection.send(head, body, to_head=method == b"HEAD")
             answer = await connection.head(until)
         except BaseException:
             connection.close()
@@ -232,6 +232,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._pool = pool
         self._head: AnswerHead | None = None  # once it has come
+        self._to_head = False
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._ended = False  # the engine sends nothing more
@@ -295,8 +296,9 @@ class _Connection(asyncio.Protocol):
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
         return bool(self._poll.poll(0))
 
-    def send(self, head: bytes, body: bytes) -> None:
-        self._head = None
+    def send(self, head: bytes, body: bytes, *, to_head: bool = False) -> None:
+        """to_head  the request is a HEAD, whose answer has no body"""
+        self._head, self._to_head = None, to_head
         if len(body) <= _SMALL_BYTES:
             self._transport.write(head + body)
         else:
@@ -315,7 +317,7 @@ class _Connection(asyncio.Protocol):
                         raise BrokenAnswer("the engine closed the connection without an answer")
                     data += more
                     continue
-                head, data = read_answer(found[0]), found[1]
+                head, data = read_answer(found[0], to_head=self._to_head), found[1]
                 if head.status >= 200:  # 1xx are passed over
                     break
             self._head = head
@@ -357,7 +359,8 @@ class _Connection(asyncio.Protocol):
         head = self._head
         kept = head is not None and head.body.whole and head.keeps and not head.body.parts
         # Bytes behind an answer would be taken for another client's.
-        if not kept or self._unread or self._ended or self._transport.is_closing():
+        unsent = self._transport.get_write_buffer_size()  # the engine did not read its request
+        if not kept or self._unread or unsent or self._ended or self._transport.is_closing():
             self.close()
             return
         self._transport.resume_reading()
@@ -365,6 +368,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self._pool.lost(self)
+        self._error = self._error or ConnectionAbortedError("the router closed the connection")
         self._transport.abort()
 
     @property
@@ -378,7 +382,7 @@ class _Connection(asyncio.Protocol):
         body = self._head.body
         if not data and not body.whole:
             self._head.keeps = False
-            if not body.ends_with_connection:
+            if not body.ends_with_connection or self._error is not None:
                 raise HttpError("the engine closed the connection within its answer")
             body.whole = True
         elif body.whole:
@@ -398,7 +402,9 @@ class _Connection(asyncio.Protocol):
                     self._receive(early)
                 self._unread.clear()
                 self._unread_bytes = 0
-                if self._ended and not body.whole:
+                if not self._ended:
+                    self._transport.resume_reading()
+                elif not body.whole:
                     self._receive(b"")
             else:
                 self._heard = self._loop.time()
