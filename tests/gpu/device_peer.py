@@ -109,6 +109,16 @@ class DeviceBytes:
         return bool(self[:].any())
 
 
+@contextmanager
+def device_bytes(count: int) -> Iterator[DeviceBytes]:
+    on = device(0)
+    with on.current():
+        address = on.allocate(count)
+    yield DeviceBytes(on, address, count)
+    with on.current():
+        on.free(address)
+
+
 @dataclass
 class DeviceArea:
     """What `carrier_peer.Memory` is, on a device."""

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_peer import DeviceBytes
+from device_peer import DeviceBytes, device_bytes
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 
 from kvferry.carriers import MemoryRegion
-from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.store import Outcome, Ranges, Slices, Store
@@ -34,12 +33,8 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 @pytest.fixture
 def cache() -> Iterator[DeviceBytes]:
-    on = device(0)
-    with on.current():
-        address = on.allocate(SIZE)
-    yield DeviceBytes(on, address, SIZE)
-    with on.current():
-        on.free(address)
+    with device_bytes(SIZE) as made:
+        yield made
 
 
 @pytest.mark.parametrize("checked", [False, True])

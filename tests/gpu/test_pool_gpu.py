@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device_peer import DeviceBytes
+from device_peer import DeviceBytes, device_bytes
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.base import Ready, RegionTable
@@ -46,12 +46,8 @@ def shared_path() -> Iterator[Path]:
 
 @pytest.fixture
 def cache() -> Iterator[DeviceBytes]:
-    on = device(0)
-    with on.current():
-        address = on.allocate(SIZE)
-    yield DeviceBytes(on, address, SIZE)
-    with on.current():
-        on.free(address)
+    with device_bytes(SIZE) as made:
+        yield made
 
 
 @pytest.mark.parametrize("direct", [True, False])

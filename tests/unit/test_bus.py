@@ -370,6 +370,16 @@ def test_the_device_reads_what_a_processor_wrote(
     store.close()
 
 
+def require_loaded(store: DeviceStore, cache: Any, final: Any, count: int) -> None:
+    """The first objects come back as they were in the end; closes the store."""
+    cache[:] = 0
+    some = range(count)
+    assert store.get(names(some), whole(blocks(cache, some)), soon()) == [Outcome.DONE] * count
+    shape = (LAYERS, OBJECTS, PAGE)
+    assert np.array_equal(cache.reshape(shape)[:, :count], final.reshape(shape)[:, :count])
+    store.close()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_put_is_queued_before_its_bytes_are_final(
     on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
@@ -396,11 +406,7 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert waited[0] == ("here" if broken else "device")
     host_device.ahead.clear()
-    cache[:] = 0
-    assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
-    shape = (LAYERS, OBJECTS, PAGE)
-    assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
-    store.close()
+    require_loaded(store, cache, final, 6)
 
 
 def test_layers_that_are_final_early_are_copied_early(
@@ -436,11 +442,7 @@ def test_layers_that_are_final_early_are_copied_early(
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert copied == [2]
     host_device.ahead.clear()
-    cache[:] = 0
-    assert store.get(names(some), whole(objects), soon()) == [Outcome.DONE] * 6
-    shape = (LAYERS, OBJECTS, PAGE)
-    assert np.array_equal(cache.reshape(shape)[:, :6], final.reshape(shape)[:, :6])
-    store.close()
+    require_loaded(store, cache, final, 6)
 
 
 def test_what_was_copied_too_early_is_found(
