@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,10 +26,18 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
+from kvferry.router.api import Generation
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStream
 from kvferry.router.cache.index import CacheIndex
-from kvferry.router.cache.prompts import CHAT, COMPLETION, LocalTokenizer, PromptChains
+from kvferry.router.cache.prompts import (
+    CHAT,
+    COMPLETION,
+    AskedPrompt,
+    LocalTokenizer,
+    PromptChains,
+)
+from kvferry.router.fleet.connections import EngineTransport
 from tiny_models import TINY, llama_config, make_model
 from vllm_engines import ENVIRONMENT, Engine
 from waiting import PATIENCE_SECONDS
@@ -162,6 +171,13 @@ def test_prompts_are_tokenized_as_the_engine_does(tmp_path: Path) -> None:
         asyncio.run(_ask_and_compare(engine, model, source))
 
 
+async def _chain(
+    prompts: PromptChains, url: str, path: str, fields: dict[str, Any]
+) -> PromptChain | None:
+    found = prompts.at_once(url, path, fields)
+    return await prompts.chain(url, found, []) if isinstance(found, AskedPrompt) else found
+
+
 async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> None:
     words = [" ".join(f"t{(7 * n + seed) % 500 + 3}" for n in range(150)) for seed in range(3)]
     system = {"role": "system", "content": words[0]}
@@ -182,17 +198,18 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     part = index.part(engine.url)
     task = asyncio.create_task(EventStream(index, part, source).run())
     client = httpx.AsyncClient(trust_env=False, timeout=SECONDS)
-    rendered = PromptChains(client, seconds=PATIENCE_SECONDS)
-    tokenized = PromptChains(client, seconds=PATIENCE_SECONDS)
+    transport = EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
+    rendered = PromptChains(transport, seconds=PATIENCE_SECONDS)
+    tokenized = PromptChains(transport, seconds=PATIENCE_SECONDS)
     tokenized._engine(engine.url).render_at = math.inf
-    local = PromptChains(client, seconds=PATIENCE_SECONDS, tokenizer=LocalTokenizer(model))
+    local = PromptChains(transport, seconds=PATIENCE_SECONDS, tokenizer=LocalTokenizer(model))
     ways = (rendered, tokenized, local)
     cached = 0
     try:
         for path, body in [*asked, *asked]:
             body = {"model": "tiny", "temperature": 0, "max_tokens": 4, **body}
-            raw = json.dumps(body).encode()
-            chains = [await p.chain(engine.url, path, raw, []) for p in ways]
+            fields = Generation(json.dumps(body).encode()).fields
+            chains = [await _chain(p, engine.url, path, fields) for p in ways]
             chain = chains[0]
             assert chain is not None, (path, rendered.counts)
             for other in chains[1:]:
@@ -218,6 +235,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     finally:
         for prompts in ways:
             await prompts.close()
+        transport.close()
         await client.aclose()
         task.cancel()
         await asyncio.wait({task})
