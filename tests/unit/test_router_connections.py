@@ -18,10 +18,10 @@ import h11
 import pytest
 
 from kvferry.router.fleet.connections import (
-    BadRequest,
     BrokenAnswer,
     EngineTransport,
     NoConnection,
+    UnfitRequest,
     address_of_url,
 )
 from kvferry.router.http1 import Body, HttpError
@@ -504,7 +504,7 @@ def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:
     async def run() -> None:
         server = bytes_of(WHOLE)
         async with asking(server) as (client, pool):
-            with pytest.raises(BadRequest):
+            with pytest.raises(UnfitRequest):
                 await client.get((b"x", b"a\nb"))
             assert not pool.open_count and not server.requests
         with pytest.raises(NoConnection):

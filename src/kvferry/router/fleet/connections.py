@@ -49,7 +49,7 @@ class BrokenAnswer(KvferryError):
     """An engine's answer is no HTTP, or its connection ended before the answer did."""
 
 
-class BadRequest(KvferryError):
+class UnfitRequest(KvferryError):
     """What should be sent is no HTTP. Nothing was sent."""
 
 
@@ -118,8 +118,8 @@ class EngineTransport:
         """The head of an answer, whose body is read from it. `headers` go behind `Host`, and with
         the body's length.
 
-        Raises NoConnection, BrokenAnswer, BadRequest, and TimeoutError `until`, in the loop's time.
-        A new connection has `connect_seconds`, or less where `until` comes first.
+        Raises NoConnection, BrokenAnswer, UnfitRequest, and TimeoutError `until`, in the loop's
+        time. A new connection has `connect_seconds`, or less where `until` comes first.
         """
         lines = [(b"host", at.host), *headers]
         if body or method == b"POST":
@@ -127,7 +127,7 @@ class EngineTransport:
         try:
             head = write_head(method + b" " + at.target + b" HTTP/1.1", lines)
         except HttpError as error:
-            raise BadRequest(str(error)) from error
+            raise UnfitRequest(str(error)) from error
         connection = self._take(at.origin) or await self._connect(at.origin, until)
         try:
             connection.send(head, body, to_head=method == b"HEAD")

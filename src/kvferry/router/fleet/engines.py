@@ -52,11 +52,11 @@ from kvferry.router.api import (
     end_to_end,
 )
 from kvferry.router.fleet.connections import (
-    BadRequest,
     BrokenAnswer,
     EngineAnswer,
     EngineTransport,
     NoConnection,
+    UnfitRequest,
     address_of_url,
 )
 from kvferry.router.fleet.turns import Turns
@@ -222,7 +222,7 @@ _IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
-_TROUBLE = (NoConnection, BrokenAnswer, BadRequest, TimeoutError)
+_TROUBLE = (NoConnection, BrokenAnswer, UnfitRequest, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -662,6 +662,6 @@ def _failure(
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    if not isinstance(error, BadRequest):  # the client's fault
+    if not isinstance(error, UnfitRequest):  # the client's fault
         engine.failed(reason, refused=refused, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)
