@@ -107,6 +107,11 @@ class TestContent:
             found.add(run.stdout.strip())
         assert found == {chain(list(range(64)), Extra(0, "lora a")).digests(16)[-1]}
 
+    @pytest.mark.parametrize("token", [-1, 0xFFFFFFFF, 1 << 32])
+    def test_a_token_that_could_pass_for_something_else_is_refused(self, token: int) -> None:
+        with pytest.raises(DescriptionError, match="token ids are from 0"):
+            ContentChain().cover([1, token, 2], 3)
+
     def test_a_sequence_that_is_too_short_is_refused(self) -> None:
         with pytest.raises(DescriptionError, match="expected 10"):
             ContentChain().cover([1, 2], 10)

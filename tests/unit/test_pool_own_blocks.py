@@ -4,12 +4,16 @@ to the same places as by a plan."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from dir_store import DirStore
+from kvferry.pool import rank
 from kvferry.pool.hits import Segment
 from kvferry.pool.layout_registry import WantedParts
+from kvferry.pool.rank import Pace
 from kvferry.verify.oracle import Oracle
 from pool_cases import pool_case
 from pool_engine import SmallEngine
@@ -61,3 +65,20 @@ def test_as_a_plan_says(tmp_path: Path) -> None:
                 compared += bool(planned)
         engine.close()
     assert compared > 20 and planned_only > 0 and nulls > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "pace", "ends"),
+    [
+        (0, 96, Pace(chunk_tokens=40), [32, 64, 96]),  # where blocks of 32 end
+        (8, 96, Pace(chunk_tokens=1 << 30, first_tokens=40), [32, 96]),  # a short one first
+        (40, 90, Pace(chunk_tokens=32, first_tokens=1), [64, 90]),  # a block at least
+        (0, 32, Pace(chunk_tokens=1 << 30, first_tokens=64), [32]),  # nothing is left after it
+        (64, 64, Pace(), [64]),  # a state
+    ],
+)
+def test_a_load_is_cut_where_blocks_end(start: int, stop: int, pace: Pace, ends: list[int]) -> None:
+    theirs = SimpleNamespace(block_tokens=lambda group: 32)
+    chunks = rank._cut(Segment("l", "g", start, stop), SimpleNamespace(theirs=theirs), pace)  # type: ignore[arg-type]
+    assert [chunk.stop for chunk in chunks] == ends
+    assert [chunk.start for chunk in chunks] == [start, *ends[:-1]]

@@ -17,11 +17,10 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from kvferry.errors import ProtocolError
 
@@ -155,7 +154,7 @@ def prompt_digest(token_ids: Iterable[int], extra: Iterable[str] = ()) -> str:
     Each item follows its length, so that two different prompts never give the same bytes.
     """
     hasher = hashlib.sha256()
-    tokens = np.fromiter(token_ids, dtype=np.int64).tobytes()
+    tokens = array("q", token_ids).tobytes()
     for item in (tokens, *(text.encode() for text in extra)):
         hasher.update(len(item).to_bytes(8, "little") + item)
     return hasher.hexdigest()

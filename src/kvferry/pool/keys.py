@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -188,15 +189,18 @@ class ContentChain:
     def cover(self, tokens: Sequence[int], count: int) -> None:
         """Append the missing part of the first `count` tokens. `tokens` is the whole sequence."""
         while (have := self.tokens) < count:
-            ids = np.asarray(tokens[have:count], dtype=np.int64)
-            if not ids.size:
+            try:
+                ids = array("I", tokens[have:count])
+            except OverflowError:
+                raise DescriptionError(f"token ids are from 0 to {MARK - 1}") from None
+            if not ids:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
-            least, most = int(ids.min()), int(ids.max())
-            if least < 0 or most >= MARK:
-                raise DescriptionError(f"token ids are below {MARK}, found {least}..{most}")
+            stream = np.frombuffer(ids, dtype=np.uintc)
+            if int(stream.max()) >= MARK:
+                raise DescriptionError(f"token ids are from 0 to {MARK - 1}")
             with self._lock:  # another thread may have appended them meanwhile
                 if self.tokens == have:
-                    self._stream += ids.astype("<u4").tobytes()
+                    self._stream += stream.astype("<u4").tobytes()
 
     def digests(self, block_tokens: int, blocks: int | None = None, ahead: int = 0) -> list[str]:
         """Digests of the first whole blocks of this size, as hexadecimal.
