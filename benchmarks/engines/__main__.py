@@ -98,10 +98,10 @@ class Run:
         prefill, decode = self.pair(handover.PREFILL, handover.DECODE)
         if "handover" in parts and prefill is not None:
             for one in pairs[1:]:
-                if one.name in self.engines:
+                if one.name in self.engines and one.name != handover.SERVED:
                     self.handover.measure(prefill, one, self.lengths)
-            if decode is not None:
-                self.handover.beside_another(prefill, decode, self.lengths)
+            if (served := self.engines.get(handover.SERVED)) is not None:
+                self.handover.beside_another(prefill, served, self.lengths)
         self.end(pairs[2:])
         their_prefill, their_decode = self.nixl()
         if "handover" in parts:

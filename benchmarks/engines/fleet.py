@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # in a process of its own, as `vllm serve` does it
+APART_SECONDS = 10.0  # that the worker may take to end that process
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 END_SECONDS = 30.0  # after it was killed: the system takes back a hundred gigabytes
 START_SECONDS = 300.0
@@ -158,7 +160,9 @@ class Engine:
             self._socket = None
         if self._process is not None:
             try:
-                self._process.wait(0.5)
+                self._process.wait(
+                    APART_SECONDS if APART.items() <= self.environment.items() else 0.5
+                )
             except subprocess.TimeoutExpired:
                 self._process.kill()  # nothing of its is wanted any more
                 self._process.wait(END_SECONDS)

@@ -6,8 +6,11 @@ the decode engine's own cache, asks the prefill engine again (which finds the pr
 and holds its blocks), and hands the request over. Timed is the decode engine alone: from the
 request to its first token. Then the decode engine gets the prompt once more: a full local hit.
 
-A second part lets the decode engine decode another request meanwhile, and looks at the gaps between
-that one's tokens.
+A second part lets a decode engine decode another request meanwhile, and looks at the gaps between
+that one's tokens. That engine runs as `vllm serve` runs it, with its core in a process of its own:
+there, another thread takes new prompts apart and hashes them, which otherwise counts as a step. It
+also gets requests of which nothing is loaded, because a connector says at once that it has come:
+what these cost is vLLM's own.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.engines.fleet import FERRY, Answer, Engine, Fleet, nixl
+from benchmarks.engines.fleet import APART, FERRY, Answer, Engine, Fleet, nixl
 from benchmarks.engines.report import Report, middle
+from benchmarks.timed import FILE, FREE, Times
 from kvferry.errors import KvferryError
 
-PREFILL, DECODE, BLOCKS, ORDER = (
+PREFILL, DECODE, BLOCKS, ORDER, SERVED = (
     "prefill",
     "decode, same blocks",
     "decode, blocks of 64",
     "decode, NHD",
+    "decode, as served",
 )
 NIXL_PREFILL, NIXL_DECODE = "NIXL prefill", "NIXL decode"
 ROUNDS = 4
@@ -77,6 +82,9 @@ def make_engines(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
     if fleet.gpu:  # the CPU's attention has one order
         order = {"VLLM_KV_CACHE_LAYOUT": "NHD"}
         engines.append(fleet.engine(ORDER, usual, transfer=FERRY, environment=order))
+    apart = {**APART, FILE: str(fleet.shared / "times")}
+    timed = {"kv_connector": "FreeConnector", "kv_connector_module_path": "benchmarks.timed.ours"}
+    engines.append(fleet.engine(SERVED, usual, transfer=timed, environment=apart))
     return engines
 
 
@@ -147,18 +155,27 @@ class Handover:
         """Loads while the decode engine decodes another request."""
         try:
             cache = decode.arguments["max_model_len"]
-            most = min(OTHER_MOST, cache // 4)
+            most = min(OTHER_MOST, cache // 5)
+            fitting = [n for n in lengths if n + OTHER_TOKENS + most <= cache]
+            for length in fitting:  # what is done once
+                seed = next(_seeds)
+                decode.ask(seed, length, 2, prefill.prefill(seed, length).params)
+            spent = Times(self.fleet.shared / "times")
             other = decode.add(next(_seeds), OTHER_TOKENS, most)
             windows: list[tuple[int, str, float, float]] = []
-            for length in lengths:
-                if length + OTHER_TOKENS + most > cache:
-                    continue
-                for _ in range(2):
+            own: dict[int, float] = {}
+            for length in fitting:
+                for _ in range(ROUNDS):
                     seed = next(_seeds)
                     handed = prefill.prefill(seed, length)
                     time.sleep(USUAL_SECONDS)
+                    spent.clear()
                     got = decode.ask(seed, length, 2, handed.params)
+                    own[length] = max(own.get(length, 0.0), spent.read()[0])
                     windows.append((length, "load", got.added, got.times[0]))
+                    time.sleep(USUAL_SECONDS)
+                    free = decode.ask(next(_seeds), length, 2, {FREE: True})
+                    windows.append((length, "free", free.added, free.times[0]))
                     time.sleep(USUAL_SECONDS)
                     hit = decode.ask(seed, length, 2)
                     windows.append((length, "local hit", hit.added, hit.times[0]))
@@ -171,7 +188,7 @@ class Handover:
             self.report.failed("Another request's steps", decode.name, f"{error}")
             return
         gaps = list(itertools.pairwise(times))
-        for length in dict.fromkeys(window[0] for window in windows):
+        for length in fitting:
             by_kind = {
                 kind: [
                     later - earlier
@@ -180,7 +197,7 @@ class Handover:
                     for earlier, later in gaps
                     if later > begin and earlier < end
                 ]
-                for kind in ("usual", "load", "local hit")
+                for kind in ("usual", "load", "free", "local hit")
             }
             if not all(by_kind.values()):
                 self.report.failed(
@@ -188,21 +205,24 @@ class Handover:
                 )
                 continue
             usual = statistics.median(by_kind["usual"])
-            longest = max(by_kind["load"])
+            longest, free_longest = max(by_kind["load"]), max(by_kind["free"])
             self.report.row(
                 "Another request's steps",
                 {kind: [gap * 1e3 for gap in found] for kind, found in by_kind.items()},
-                engine=decode.name,
                 tokens=length,
                 usual_ms=usual * 1e3,
                 longest_usual_ms=max(by_kind["usual"]) * 1e3,
                 longest_while_loading_ms=longest * 1e3,
+                longest_where_nothing_is_loaded_ms=free_longest * 1e3,
                 longest_with_a_local_hit_ms=max(by_kind["local hit"]) * 1e3,
                 times_usual=f"{longest / usual:.2f} x",
+                connectors_own_ms=own[length] * 1e3,
             )
-            if decode.name == DECODE:
-                bar = f"hand-over: {length:,} tokens, longest step of another request"
-                self.report.judge(bar, longest / usual, "{:.2f} x", most=STEP)
+            bar = f"hand-over: {length:,} tokens, longest step of another request"
+            self.report.judge(bar, longest / usual, "{:.2f} x", most=STEP)
+            share = (longest - free_longest) / usual
+            bar = f"hand-over: {length:,} tokens, that step, more than if nothing is loaded"
+            self.report.judge(bar, share, "{:.2f} usual steps", most=STEP - 1)
 
     def judge(self) -> None:
         for (name, length), found in self.found.items():

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in a process of its own: `python -m benchmarks.engines.worker FD`.
 
-The engine's core runs in this process, and a loop here steps it. The parent sends commands over the
-socket FD, and gets one answer to each, as (command's number, answer); `add` is answered when its
-request has ended. All times are taken here, with the clock that all processes of a host share.
+The engine's core runs in this process, and a loop here steps it; with
+`VLLM_ENABLE_V1_MULTIPROCESSING=1` it has a process of its own, as `vllm serve` does it, and tells
+the times of its tokens itself. The parent sends commands over the socket FD, and gets one answer to
+each, as (command's number, answer); `add` is answered when its request has ended. All times are of
+the clock that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ class Worker:
         args = EngineArgs(**arguments)
         self.engine = LLMEngine.from_engine_args(args, stat_loggers=[stat_logger(self.told)])
         built = time.monotonic()
-        self.core = self.engine.engine_core.engine_core
+        self.core = getattr(self.engine.engine_core, "engine_core", None)  # None: elsewhere
         self.vocabulary = self.engine.model_config.get_vocab_size()
         self.running: dict[str, Request] = {}
         self.by_inner_id: dict[str, Request] = {}
-        if self.core.scheduler.connector is not None:
+        if self.core is not None and self.core.scheduler.connector is not None:
             self._watch_loads(self.core.scheduler.connector)
         self.ready = {
             "import_seconds": imported - began,
@@ -87,6 +89,8 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Also while a connector has blocks of finished requests, or saves under way."""
+        if self.core is None:
+            return bool(self.engine.has_unfinished_requests())
         return bool(self.core.scheduler.has_requests() or self.core.batch_queue)
 
     def serve(self) -> None:
@@ -94,6 +98,8 @@ class Worker:
             while self.parent.poll(0 if self.busy else IDLE_SECONDS):
                 number, name, options = self.parent.recv()
                 if name == "close":
+                    if self.core is None:
+                        self.engine.engine_core.shutdown()
                     return
                 answer = getattr(self, name)(number=number, **options)
                 if answer is not None:
@@ -109,7 +115,8 @@ class Worker:
             if request is None:
                 continue
             new = len(output.outputs[0].token_ids) - len(request.record["times"])
-            request.record["times"] += [now] * new
+            at = now if self.core is not None else output.metrics.last_token_ts
+            request.record["times"] += [at] * new
             if output.finished:
                 request.record["cached"] = output.num_cached_tokens or 0
                 request.record["params"] = output.kv_transfer_params

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "KVFERRY_BENCH_TIMES"  # the environment's name for the file
+FREE = "benchmark_free"  # the parameter of a request of which nothing is loaded: see `ours`
 STEP_ENDS = ("build_connector_meta", "clear_connector_metadata")
 CALLS = (
     "on_new_request",
