@@ -278,7 +278,7 @@ def visit(port: int, uid: int) -> dict[str, object]:
         [sys.executable, "-c", STRANGER, str(port), str(runtime_directory() / "key"), str(uid)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     found: dict[str, object] = json.loads(ran.stdout)

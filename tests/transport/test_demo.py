@@ -124,7 +124,7 @@ def forbidden(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
     _, src, dst = TWO_RANKS
     command = [sys.executable, str(WITHOUT_VM), "demo", "--from", src, "--to", dst, *how]
     command += ["--gib", "0.01", "--requests", "5", "--json", "--html", str(folder / "plan.html")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
     watcher = Small(tmp_path, disk=64 << 20)
     code = FORKED.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-c", code], timeout=60, check=False, capture_output=True
+        [sys.executable, "-c", code], timeout=300, check=False, capture_output=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     member, child = sorted(map(int, done.stdout.split()))
@@ -423,7 +423,7 @@ def test_who_swept_is_gone(tmp_path: Path) -> None:
     one.index.state[row_of(one, key)] = ix.GHOST  # a file without a record
     assert bytes_on_disk(tmp_path) > one.store.counters()["disk_bytes"]
     code = SWEEPING.format(support=str(SUPPORT), tests=TESTS, place=str(tmp_path))
-    child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
     assert child.returncode == -signal.SIGKILL
     for i in range(4):
         assert one.put(f"b{i}") == [Outcome.DONE]

@@ -40,7 +40,7 @@ def as_nobody(code: str, *arguments: Path) -> str:
     """What a program of another user prints."""
     become = f"import os, sys\nos.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     command = [sys.executable, "-S", "-c", become + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout
 
 

@@ -169,7 +169,7 @@ peer = Peer(Path({str(tmp_path)!r}), disk=False)
 peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)] * 5, 1e6)
 """
     watcher = Peer(tmp_path, disk=False)
-    child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
     assert child.returncode == -signal.SIGKILL
     index = watcher.tiers.index
     assert len(index.in_state(ix.WRITING)) == 5

@@ -265,7 +265,7 @@ def test_files_of_the_dead(tmp_path: Path, method: str, after: bool, puts: int) 
     if method == "clean":  # a part that was never renamed
         program = program.replace("DiskTier.clean = die", "Path.rename = die")
     watcher = Small(tmp_path, disk=disk)
-    child = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
     assert child.returncode == -signal.SIGKILL
     for i in range(12):  # needs room, and finds what the dead left
         assert watcher.put(f"e{i}") == [Outcome.DONE]
@@ -340,7 +340,7 @@ from pool_peers import Peer
 peer = Peer(Path({str(tmp_path)!r}))
 os.kill(os.getpid(), 9)
 """
-    child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
     assert child.returncode == -signal.SIGKILL
     shutil.rmtree(tmp_path / "memory")
     Peer(tmp_path).close()
@@ -425,7 +425,7 @@ def die(self):
 disk.DiskTier.used = die
 Small(Path({str(tmp_path)!r}), disk={64 << 20})
 """
-        child = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+        child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
         assert child.returncode == -signal.SIGKILL
     else:
         go_on, header = threading.Semaphore(10), DiskTier.header

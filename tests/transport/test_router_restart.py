@@ -70,7 +70,7 @@ def test_a_restart_loses_no_stream_and_no_connection() -> None:
 
         def stream(_: int) -> bytes:
             body = {"prompt": "held", "stream": True}
-            with httpx.stream("POST", url(old), json=body, trust_env=False, timeout=60) as got:
+            with httpx.stream("POST", url(old), json=body, trust_env=False, timeout=300) as got:
                 assert got.status_code == 200
                 chunks = got.iter_bytes()
                 data = next(chunks)

@@ -22,7 +22,7 @@ from kvferry.net.names import MOST_THREADS, Names, at_port, literal
 from kvferry.net.rpc import Caller, Sockets
 from waiting import require_for, wait_until
 
-SOON = 5.0  # seconds; the machine may be busy
+SOON = 30.0  # seconds; the machine may be busy
 
 
 class NameServer:
@@ -288,7 +288,7 @@ assert asked.result(10) == ("127.0.0.2",)
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_lookup() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=300, check=True)
 
 
 def test_the_system_resolves() -> None:

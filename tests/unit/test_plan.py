@@ -230,7 +230,7 @@ for edge in pair.edges:
                 text=True,
                 check=True,
                 env={**os.environ, "PYTHONHASHSEED": seed},
-                timeout=60,
+                timeout=300,
             ).stdout
             for seed in ("0", "1")
         }

@@ -35,7 +35,7 @@ def test_a_release_names_its_repository(tmp_path: Path, url: str) -> None:
     shutil.copy(ROOT / "src" / "kvferry" / "__init__.py", package)
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", "."]
     environment = {**os.environ, "KVFERRY_URL": url}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
     metadata = (tmp_path / "kvferry.egg-info" / "PKG-INFO").read_text()
     links = re.findall(r"\]\(([^)\s]+)\)", metadata)
     files = [link for link in links if "://" not in link and not link.startswith("#")]

@@ -183,7 +183,7 @@ def command(store: Path, *words: str) -> tuple[int, str]:
     """`kvferry pool` as a user runs it, while engines use the store."""
     program = Path(sys.executable).with_name("kvferry")
     done = subprocess.run(
-        [program, "pool", *words, "--dir", str(store)], capture_output=True, text=True, timeout=60
+        [program, "pool", *words, "--dir", str(store)], capture_output=True, text=True, timeout=300
     )
     return done.returncode, done.stdout
 
