@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dir_store import DirStore
-from kvferry.pool import rank
+from kvferry.pool import rank as ranks
 from kvferry.pool.hits import Segment
 from kvferry.pool.layout_registry import WantedParts
 from kvferry.pool.rank import Pace
@@ -79,6 +79,6 @@ def test_as_a_plan_says(tmp_path: Path) -> None:
 )
 def test_a_load_is_cut_where_blocks_end(start: int, stop: int, pace: Pace, ends: list[int]) -> None:
     theirs = SimpleNamespace(block_tokens=lambda group: 32)
-    chunks = rank._cut(Segment("l", "g", start, stop), SimpleNamespace(theirs=theirs), pace)  # type: ignore[arg-type]
+    chunks = ranks._cut(Segment("l", "g", start, stop), SimpleNamespace(theirs=theirs), pace)  # type: ignore[arg-type]
     assert [chunk.stop for chunk in chunks] == ends
     assert [chunk.start for chunk in chunks] == [start, *ends[:-1]]
