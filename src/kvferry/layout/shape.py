@@ -22,6 +22,7 @@ from kvferry.layout.model import CacheModel, Component, Group
 
 MOST_RANKS = 4096  # of one engine
 MOST_COPIES = 16  # of a head, before it is odd
+# Of layers, blocks, heads, slots of tokens and the bytes of one slot, from the outermost inwards.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
