@@ -102,10 +102,6 @@ def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(seen.take_gone()) == ["a", "c"] and not seen.has_gone
     seen.look(store, soon())
     assert seen.take_gone() == []
-    seen.discard("b")
-    store.keys.clear()
-    seen.look(store, soon())
-    assert not seen.has_gone
 
 
 def test_what_came_back_is_not_told_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -466,11 +466,6 @@ class EvictionWatch:
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
 
-    def discard(self, name: Hashable) -> None:
-        """Stop watching a block that was reported as gone already."""
-        with self._lock:
-            self._blocks.pop(name, None)
-
     def clear(self) -> None:
         with self._lock:
             self._blocks.clear()

@@ -69,7 +69,6 @@ class PoolLoaded:
     hung: bool = False  # the store may still write, so the blocks must not be reused yet
     bytes: int = 0
     seconds: float = 0.0
-    missing: tuple[tuple[str, int], ...] = ()  # objects gone from the store: (group, first token)
 
     @property
     def ok(self) -> bool:

@@ -599,13 +599,11 @@ class Loader:
             return PoolLoaded(order.request_id, bytes=moved)
         self._counters.add("load_bad_objects", len(bad))
         group, token, why = bad[0]
-        missing = tuple((g, t) for g, t, w in bad if w == Outcome.MISSING.value)
         return PoolLoaded(
             order.request_id,
             f"{len(bad)} objects, the first ({why}) of group {group!r} at token {token}",
             bad_from=token,
             bytes=moved,
-            missing=missing,
         )
 
     def _read(

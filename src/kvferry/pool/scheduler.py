@@ -170,10 +170,6 @@ class PoolScheduler:
         self.watch.clear()
         self._use(replace(self.metadata, epoch=self._epoch))
 
-    @property
-    def tables(self) -> int:
-        return len(self.layout.kinds)
-
     def block_tokens(self, table: int) -> int:
         return self.layout.kind(table).block_tokens
 
