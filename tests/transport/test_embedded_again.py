@@ -217,10 +217,10 @@ def test_closed_while_a_walk_hangs(
     go_on, inside = threading.Event(), threading.Event()
     names = DiskTier.names
 
-    def hang(self: DiskTier, *, tell: bool) -> Any:
+    def hang(self: DiskTier) -> Any:
         inside.set()
         assert go_on.wait(20)
-        return names(self, tell=tell)
+        return names(self)
 
     watcher = Small(tmp_path, disk=64 << 20)
     walked(watcher)

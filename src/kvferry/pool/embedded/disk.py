@@ -202,28 +202,17 @@ class DiskTier:
         finally:
             os.close(fd)
 
-    def names(self, *, tell: bool) -> Iterator[str]:
-        """Every file with a name of the store's, folder by folder; `tell`: log the others."""
-        foreign = 0
+    def names(self) -> Iterator[str]:
+        """Every file with a name of the store's, folder by folder."""
         for folder in sorted(self._directory.glob("??")):
             try:
                 entries = list(os.scandir(folder))
             except OSError:  # not a folder, or it is gone
-                foreign += 1
                 continue
             for entry in entries:
                 ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
                 if ours and entry.is_file(follow_symlinks=False):
                     yield entry.name
-                else:
-                    foreign += 1
-        if foreign and tell:
-            _log.warning(
-                "disk tier: %s holds %d things that are not the store's; they are left alone, and "
-                "not counted in its size",
-                self._directory,
-                foreign,
-            )
 
     # Files and records
 
@@ -260,7 +249,7 @@ class DiskTier:
 
     def sweep_now(self, deadline: float) -> None:
         """Remove all files without a record, also those that were to get one."""
-        for batch in _batches(self.names(tell=False)):
+        for batch in _batches(self.names()):
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
@@ -270,7 +259,7 @@ class DiskTier:
                 return
             adopting = self._index.files_due == ADOPT
             step = self._adopt if adopting else self._sweep
-            batches = _batches(self.names(tell=adopting))
+            batches = _batches(self.names())
             whole = all(self._patiently(partial(step, batch)) for batch in batches)
             if whole and adopting:
                 self._patiently(self._adopted)
