@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,8 +147,10 @@ class Fence(Protocol):
         """Until the device has come to it. Any thread, any number of times."""
 
 
+@runtime_checkable
 class FencedStore(Store, Protocol):
-    """A store for which the device itself waits, so that a put is prepared while it computes."""
+    """A store whose device copies by itself, and waits by itself, so that a put is prepared while
+    the device computes."""
 
     def put_after(
         self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence

@@ -339,11 +339,7 @@ def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bo
     A process that looked for the store's files elsewhere, or nowhere, would take all of them for
     lost, and remove their records. Nor does it move while other processes have it open (`in_use`).
     """
-    if not has_disk:
-        if disk is not None:
-            _log.warning(
-                "the store at %s was created without a disk tier; %s is not used", directory, disk
-            )
+    if not has_disk:  # the store says its sizes, where they are not those that were asked for
         return None
     link = directory / DISK_LINK
     if link.is_dir():
