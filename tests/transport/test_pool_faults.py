@@ -235,6 +235,16 @@ def test_tenants_weights_and_resets_share_nothing(pair: Pair) -> None:
     assert engine.matched("r", tokens) == 0
 
 
+def test_a_new_namespace_gets_our_layout_before_a_question_comes(
+    pair: Pair, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lookup_module, "IDLE_SECONDS", 600.0)
+    engine = pair.engine("src")
+    engine.published()
+    engine.scheduler.reset()
+    engine.until(lambda: engine.scheduler.counters["layouts_published"] == 2, seconds=20)
+
+
 def test_an_evicted_record_is_republished(pair: Pair) -> None:
     tokens = sequence(pair.case)
     writer = pair.engine("src")

@@ -138,6 +138,7 @@ class Lookups:
         """Look in this namespace from now on, and forget all answers."""
         self._registry = LayoutRegistry(metadata, ours, self._counters)
         self._asked.clear()
+        self._queue.put(None)  # the thread publishes our layout
         self._keep_running()
 
     def lookup(
@@ -224,7 +225,6 @@ class Lookups:
 
     def _run(self) -> None:
         try:
-            self._tend()
             untold: list[tuple[float, int, LookupQuestion]] = []  # a heap: when to tell
             numbers = itertools.count()
             while not self._closed:
@@ -245,7 +245,9 @@ class Lookups:
                     else:
                         self._tend()
                     continue
-                if asked is None:
+                if asked is None:  # a new namespace, or the end
+                    if not self._closed:
+                        self._tend()
                     continue
                 if asked.answer is None:
                     with self._using:
