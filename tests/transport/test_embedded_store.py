@@ -129,7 +129,7 @@ def test_killed_at_any_point(place: Path) -> None:
     invariants(watcher.store)
     files = watcher.tiers.disk
     assert files is not None
-    files.begin()  # as the next process that needs room does
+    files.begin()  # as the next process that opens the store does
     files.wait(30)
     on_disk = sum(f.stat().st_size for f in (place / "disk").glob("??/*"))
     assert on_disk == watcher.store.counters()["disk_bytes"], f"seed {SEED}"

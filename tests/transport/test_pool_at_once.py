@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.pool import lookup
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.lookup import LookupKeyServer
+from kvferry.pool.lookup import Lookups
 from kvferry.verify.oracle import CaseDict, Oracle
 from pool_cases import pool_case
 from pool_engine import SmallEngine
@@ -47,7 +47,7 @@ class Pair:
         return self.reader.scheduler.matched(name, tracker, self.tokens, 0)
 
     def until_at_once(self) -> None:
-        """Until the reader's server has opened its store and knows the layouts."""
+        """Until the reader's thread has opened its store and knows the layouts."""
         names = iter(range(10_000))
         wait_until(lambda: self.ask(f"first {next(names)}") == self.case["tokens"])
 
@@ -72,13 +72,13 @@ def test_an_answer_comes_with_the_question(pair: Pair, monkeypatch: pytest.Monke
     pair.until_at_once()
     told.clear()
     asked: list[str] = []
-    look_up = LookupKeyServer._look_up
+    look_up = Lookups._look_up
 
-    def watched(self: LookupKeyServer, question: Any) -> Any:
+    def watched(self: Lookups, question: Any) -> Any:
         asked.append(threading.current_thread().name)
         return look_up(self, question)
 
-    monkeypatch.setattr(LookupKeyServer, "_look_up", watched)
+    monkeypatch.setattr(Lookups, "_look_up", watched)
     assert pair.ask("r") == pair.case["tokens"]
     assert asked == [threading.main_thread().name]
     wait_until(lambda: told != [])  # eviction learns of it, by the other thread
@@ -88,7 +88,7 @@ def test_an_answer_comes_with_the_question(pair: Pair, monkeypatch: pytest.Monke
 
 
 def test_a_store_in_use_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's thread has it, for as long as it likes."""
+    """The other thread has it, for as long as it likes."""
     pair.until_at_once()
     go_on, inside = threading.Event(), threading.Event()
     refresh = lookup.LayoutRegistry.refresh

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from kvferry.pool.mooncake import lists, parts_of
 from kvferry.pool.scheduler import SaveJob, SaveRate
-from kvferry.pool.store import Slices
+from kvferry.pool.store import AlikeRanges, AlikeSlices, Ranges, Slices
 
 
 def plainly_whole(wanted: Slices) -> bool:
@@ -19,7 +21,7 @@ def plainly_whole(wanted: Slices) -> bool:
     return at > 0
 
 
-def some_slices(rng: np.random.Generator, shared: bool) -> list[Slices]:
+def some_slices(rng: np.random.Generator, alike: bool) -> Sequence[Slices]:
     def one() -> tuple[np.ndarray, np.ndarray]:
         length = rng.integers(1, 50, rng.integers(0, 5))
         offset = np.cumsum(length) - length
@@ -30,17 +32,20 @@ def some_slices(rng: np.random.Generator, shared: bool) -> list[Slices]:
                 offset = offset[::-1].copy()
         return offset, length
 
-    fixed = one()
-    pairs = [fixed if shared else one() for _ in range(rng.integers(1, 9))]
+    count = rng.integers(1, 9)
+    if alike:
+        offset, length = one()
+        return AlikeSlices(offset, rng.integers(0, 1 << 40, (count, len(offset))), length)
+    pairs = [one() for _ in range(count)]
     return [Slices(o, rng.integers(0, 1 << 40, len(o)), n) for o, n in pairs]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_parts(shared: bool) -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_parts(alike: bool) -> None:
     rng = np.random.default_rng(7)
     found = 0
     for _ in range(300):
-        wanted = some_slices(rng, shared)
+        wanted = some_slices(rng, alike)
         parts = parts_of(wanted)
         assert parts.addresses == [w.address.tolist() for w in wanted]
         assert parts.lengths == [w.length.tolist() for w in wanted]
@@ -51,9 +56,14 @@ def test_parts(shared: bool) -> None:
 
 
 def test_lists() -> None:
-    shared, other = np.arange(3), np.arange(3) + 7
-    for arrays in ([shared] * 4, [shared, other], [shared, other[:2]], [other[:0], other[:0]]):
-        assert lists(arrays) == [array.tolist() for array in arrays]
+    one, other = np.arange(3), np.arange(3) + 7
+    alike = AlikeRanges(np.arange(12).reshape(4, 3), one)
+    unlike = [Ranges(one, other), Ranges(other[:2], one[:2]), Ranges(one[:0], one[:0])]
+    for objects in (alike, unlike):
+        assert lists(objects) == (
+            [o.address.tolist() for o in objects],
+            [o.length.tolist() for o in objects],
+        )
 
 
 def test_what_a_store_saves_soon() -> None:

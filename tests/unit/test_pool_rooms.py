@@ -17,10 +17,9 @@ from kvferry.errors import StoreError
 from kvferry.layout.model import Residency
 from kvferry.pool import lookup
 from kvferry.pool.keys import ContentChain
-from kvferry.pool.lookup import EvictionWatch, LookupKeyClient
+from kvferry.pool.lookup import EvictionWatch
 from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 from kvferry.pool.objects import TableKind
-from kvferry.pool.orders import PoolCounters
 from kvferry.pool.scheduler import WholeState, states_to_save
 from kvferry.workers import LateCalls
 from waiting import wait_until
@@ -103,10 +102,6 @@ def test_what_is_gone_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(seen.take_gone()) == ["a", "c"] and not seen.has_gone
     seen.look(store, soon())
     assert seen.take_gone() == []
-    seen.discard("b")
-    store.keys.clear()
-    seen.look(store, soon())
-    assert not seen.has_gone
 
 
 def test_what_came_back_is_not_told_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,39 +113,6 @@ def test_what_came_back_is_not_told_as_gone(monkeypatch: pytest.MonkeyPatch) -> 
     seen.look(store, soon())  # type: ignore[arg-type]
     seen.add("a", ["a"])
     assert seen.take_gone() == ["b"]
-
-
-class StuckServer:
-    """A lookup server whose store does not answer: it is closed, and its thread goes on."""
-
-    alive, opening_since = True, None
-
-    def stuck(self, now: float) -> bool:
-        return False
-
-    def ask(self, asked: Any) -> None:
-        pass
-
-    def close(self, seconds: float = 0.0) -> None:
-        pass
-
-
-def test_resets_beside_a_stuck_store_make_no_threads_without_end() -> None:
-    made: list[Any] = []
-
-    def make() -> Any:
-        made.append(StuckServer())
-        return made[-1]
-
-    counters = PoolCounters()
-    client = LookupKeyClient(make, counters, 5.0)
-    for _ in range(20):
-        client.restart()
-    assert len(made) == lookup.MOST_STUCK
-    answer = client.lookup("r", ContentChain(), [1, 2])
-    assert answer is not None and answer.failed and counters["lookup_refused"] == 1
-    made[0].alive = False
-    assert client.lookup("s", ContentChain(), [1, 2]) is None and len(made) == 1 + lookup.MOST_STUCK
 
 
 def test_a_mooncake_client_that_is_refused_leaves_no_thread(

@@ -178,14 +178,6 @@ class ContentChain:
     def tokens(self) -> int:
         return len(self._stream) // 4
 
-    def signature(self) -> str:
-        """A digest of the whole sequence, also of tokens that fill no block."""
-        with self._lock:
-            whole = blake2b(self._stream, digest_size=CONTENT_BYTES)
-            for extra in self._extras:
-                whole.update(frame(f"{extra.position} {extra.text}"))
-            return whole.hexdigest()
-
     def cover(self, tokens: Sequence[int], count: int) -> None:
         """Append the missing part of the first `count` tokens. `tokens` is the whole sequence."""
         while (have := self.tokens) < count:

@@ -22,6 +22,7 @@ owner writes it again. Until then, engines that do not know the layout miss its 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -375,6 +376,7 @@ class LayoutRegistry:
         self._known: dict[str, PoolLayout] = {ours.id: ours}
         self._refused: set[str] = set()
         self._next = 0.0
+        self.refreshed_at = -math.inf  # new layouts are noticed soon after this
 
     @property
     def layouts(self) -> list[PoolLayout]:
@@ -383,8 +385,12 @@ class LayoutRegistry:
     def refresh(self, store: Store, deadline: float) -> None:
         """Every few seconds, look for new layouts, and publish ours if it is missing."""
         now = time.monotonic()
-        if now < self._next:
-            return
+        if now >= self._next:
+            self._look(store, deadline)
+            self._next = now + REFRESH_SECONDS
+        self.refreshed_at = time.monotonic()
+
+    def _look(self, store: Store, deadline: float) -> None:
         index = self.metadata.index_keys()
         record = self.metadata.record_key(self.ours.id)
         found = store.exists([*index, record], deadline)
@@ -399,7 +405,6 @@ class LayoutRegistry:
             self._count(store.put_bytes(record, self.ours.encoded, deadline))
         if self.ours.id not in slots.values():
             self._take_slot(store, [key for key in index if key not in slots], deadline)
-        self._next = now + REFRESH_SECONDS
 
     def _learn(self, store: Store, layout_id: str, deadline: float) -> None:
         encoded = store.get_bytes(self.metadata.record_key(layout_id), deadline)

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: what the pool holds of a sequence. The scheduler asks, and never waits.
 
-**The server** (`LookupKeyServer`) is a thread with its own store. It turns tokens into content
-hashes, asks the store one batched question about all fragments in all known layouts, and finds the
-hit. Any error of the store is a miss, and counted. Between questions, the thread keeps our own
-layout published, and checks whether blocks that routers know of still exist (`EvictionWatch`).
-Where the store's index is this host's memory, which nothing waits for (`at_once`), the scheduler's
-thread asks it by itself if the server's thread does not: an answer takes less time than two threads
-need to take the interpreter's lock from each other.
+A thread with its own store (`kvferry-lookup`) turns tokens into content hashes, asks the store one
+batched question about all fragments in all known layouts, and finds the hit. Any error of the store
+is a miss, and counted. Between questions, the thread keeps our own layout published, and checks
+whether blocks that routers know of still exist (`EvictionWatch`). Where the store's index is this
+host's memory, which nothing waits for (`at_once`), the scheduler's thread asks it by itself if the
+other thread does not: an answer takes less time than two threads need to take the interpreter's
+lock from each other.
 
-**The client** (`LookupKeyClient`) belongs to the scheduler's thread, which asks once per step. The
-first time, the client passes the question on. It answers `None` while the server works, and a miss
-once the deadline has passed. A step that computes nothing may wait for an answer
-(`wait_answered`): otherwise the engine would take the interpreter's lock from the server, again and
-again, to find that there is nothing to do.
+The scheduler asks once per step. The first time, the question is passed on. The answer is `None`
+while the thread works, and a miss once the deadline has passed. A step that computes nothing may
+wait for an answer (`wait_answered`): otherwise the engine would take the interpreter's lock from
+the thread, again and again, to find that there is nothing to do.
 
-    the server's thread dies, or is stuck     a new server with its own store replaces it, and takes
-    in the store past its deadline            over the waiting questions
-    too many servers are stuck                lookups are misses at once, until one comes back
-    the server is still opening its store     lookups are misses meanwhile: opening Mooncake's store
-                                              can take a minute, which no question waits for
+    the thread dies                     another one opens a store, and takes over the questions
+    the thread is stuck in the store    lookups are misses at once, until it comes back
+    past its deadline
+    the store is still being opened     the same: opening Mooncake's store can take a minute, which
+                                        no question waits for
 
 **Evictions.** A store evicts without a message. An engine that told a router about a block has to
-notice by itself that the block is gone. So the server's thread asks for these blocks in turn, some
-at a time, and the scheduler's thread takes those that are gone and tells the router once.
+notice by itself that the block is gone. So the thread asks for these blocks in turn, some at a
+time, and the scheduler's thread takes those that are gone and tells the router once.
 """
 
 from __future__ import annotations
@@ -57,6 +56,9 @@ CACHE_SECONDS = 1.0  # an answer may be this old; the load notices evictions
 CACHED_ANSWERS = 256
 IDLE_SECONDS = 2.0  # between two checks of published layouts while no question comes
 OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
+OLDEST_ANSWER_SECONDS = 10.0  # for a request that queued; longer than any step
+STUCK_SECONDS = 1.0  # past the deadline of a call; then lookups do not wait for it
+CLOSE_SECONDS = 1.0
 # With `at_once`, layouts are looked for so often while questions come, so that these need not.
 # After a longer while without any, the thread answers, which looks for layouts first.
 TEND_SECONDS = 0.4
@@ -89,8 +91,9 @@ class LookupAnswer:
 
 @dataclass(slots=True, eq=False)
 class LookupQuestion:
-    """A question, and its answer once the server or the deadline has set it."""
+    """A question, and its answer once a thread or the deadline has set it."""
 
+    registry: LayoutRegistry
     chain: ContentChain
     tokens: Sequence[int]
     count: int  # tokens that the sequence had then; it may have grown since
@@ -101,55 +104,115 @@ class LookupQuestion:
     given_at: float | None = None  # when the scheduler got the answer
 
 
-class LookupKeyServer:
-    """One thread with one store. `ask` never waits; the question gets its answer then or later."""
+class Lookups:
+    """Asks on behalf of requests. For the scheduler's thread alone, which never waits here, except
+    for `wait_answered`."""
 
     def __init__(
         self,
         open_store: Callable[[], Store],
-        metadata: KeyMetadata,
-        ours: PoolLayout,
         reader: PoolReader,
         counters: PoolCounters,
         watch: EvictionWatch,
+        lookup_seconds: float,
         *,
         at_once: bool = False,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
-        self._metadata, self._watch, self._at_once = metadata, watch, at_once
-        self._registry = LayoutRegistry(metadata, ours, counters)
-        self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
-        self._using = threading.Lock()  # the store, and all below it
+        self._watch, self._seconds, self._at_once = watch, lookup_seconds, at_once
+        self._registry: LayoutRegistry
+        self._asked: dict[str, LookupQuestion] = {}  # by request
         self._asked_at = -math.inf  # the last question
-        self._tended_at = -math.inf
+        self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
+        self._answered = threading.Event()  # set with each answer of the thread
+        self._using = threading.Lock()  # the store, and all below it
         self._store: Store | None = None
         self._open_after = 0.0
-        self._recent: OrderedDict[tuple[str, int], LookupAnswer] = OrderedDict()
+        self._recent: OrderedDict[tuple[object, ...], LookupAnswer] = OrderedDict()
+        self._opening_since: float | None = None
+        self._busy_until: float | None = None  # deadline of the thread's current call of the store
         self._closed = False
-        self.busy_until: float | None = None  # deadline of its current call of the store
-        self.opening_since: float | None = None
-        self.answered = threading.Event()  # set with each answer
+        self._thread = threading.Thread()
+
+    def use(self, metadata: KeyMetadata, ours: PoolLayout) -> None:
+        """Look in this namespace from now on, and forget all answers."""
+        self._registry = LayoutRegistry(metadata, ours, self._counters)
+        self._asked.clear()
+        self._queue.put(None)  # the thread publishes our layout
+        self._keep_running()
+
+    def lookup(
+        self, request_id: str, chain: ContentChain, tokens: Sequence[int], *, full: bool = False
+    ) -> LookupAnswer | None:
+        """What the pool holds of the sequence, or None: ask again in the next step.
+
+        full  also if the first block is not among it
+        """
+        now = time.monotonic()
+        asked = self._asked.get(request_id)
+        short = full and asked is not None and asked.answer is not None and asked.answer.head_only
+        if asked is None or asked.count != len(tokens) or short or _stale(asked, now):
+            deadline, again = now + self._seconds, asked is not None
+            asked = LookupQuestion(
+                self._registry, chain, tokens, len(tokens), deadline, not again, full
+            )
+            self._asked[request_id] = asked
+            self._counters.add("lookups")
+            if self._held_up(now):
+                self._counters.add("lookup_refused")
+                asked.answer = LookupAnswer(failed=True)
+            else:
+                self._ask(asked)
+        if asked.answer is None and now >= asked.deadline:
+            self._counters.add("lookup_timeouts")
+            asked.answer = LookupAnswer(failed=True)
+        if asked.answer is None:
+            self._keep_running()
+        elif asked.given_at is None:
+            asked.given_at = now
+        return asked.answer
+
+    def wait_answered(self, seconds: float) -> bool:
+        """Whether a question is open; waits for an answer, but no longer than this."""
+        self._answered.clear()
+        if all(asked.answer is not None for asked in self._asked.values()):
+            return False
+        self._answered.wait(seconds)
+        return True
+
+    def discard(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    def close(self) -> None:
+        """The thread ends as soon as its call of the store returns."""
+        self._closed = True
+        self._queue.put(None)
+        self._asked.clear()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _keep_running(self) -> None:
+        """Start the thread, at first and where it died. If none can be started, questions wait for
+        the next try until their deadlines."""
+        if self._thread.is_alive() or self._closed:
+            return
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
         try:
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # the client replaces it like a dead one
-            log.warning("a lookup server does not start: %s", error)
+        except (RuntimeError, MemoryError) as error:
+            log.warning("no lookup is answered: %s", error)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stuck(self, now: float) -> bool:
-        """Whether a call of the store is long past its deadline."""
-        busy_until, opening = self.busy_until, self.opening_since
+    def _held_up(self, now: float) -> bool:
+        """Whether the store takes longer, to open or for a call, than a lookup may take."""
+        opening, busy_until = self._opening_since, self._busy_until
         if opening is not None:
-            return now > opening + OPEN_SECONDS
+            return now > opening + self._seconds
         return busy_until is not None and now > busy_until + STUCK_SECONDS
 
-    def ask(self, asked: LookupQuestion) -> None:
+    def _ask(self, asked: LookupQuestion) -> None:
         """Answer now, if nothing has to be waited for; else the thread does."""
         now = self._asked_at = time.monotonic()
-        fresh = self._at_once and now < self._tended_at + FRESH_SECONDS
+        fresh = self._at_once and now < self._registry.refreshed_at + FRESH_SECONDS
         if fresh and self._using.acquire(blocking=False):
             try:
                 if self._store is not None:
@@ -158,27 +221,10 @@ class LookupKeyServer:
                 self._using.release()
         self._queue.put(asked)  # to answer it, or to tell the store of it
 
-    def drain(self) -> list[LookupQuestion]:
-        """Remove and return the questions that still wait."""
-        left: list[LookupQuestion] = []
-        while True:
-            try:
-                asked = self._queue.get_nowait()
-            except Empty:
-                return left
-            if asked is not None and asked.answer is None:
-                left.append(asked)
-
-    def close(self, seconds: float = 0.0) -> None:
-        """Let the thread end as soon as its call of the store returns."""
-        self._closed = True
-        self._queue.put(None)
-        if seconds and self.alive:
-            self._thread.join(seconds)
+    # The thread
 
     def _run(self) -> None:
         try:
-            self._tend()
             untold: list[tuple[float, int, LookupQuestion]] = []  # a heap: when to tell
             numbers = itertools.count()
             while not self._closed:
@@ -186,7 +232,7 @@ class LookupKeyServer:
                 if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
                     self._tell(heappop(untold)[2])
                 busy = self._at_once and now < self._asked_at + IDLE_SECONDS
-                if busy and now > self._tended_at + TEND_SECONDS:
+                if busy and now > self._registry.refreshed_at + TEND_SECONDS:
                     self._tend()
                 seconds = TEND_SECONDS if busy else IDLE_SECONDS
                 if untold:
@@ -199,17 +245,20 @@ class LookupKeyServer:
                     else:
                         self._tend()
                     continue
-                if asked is None:
+                if asked is None:  # a new namespace, or the end
+                    if not self._closed:
+                        self._tend()
                     continue
                 if asked.answer is None:
                     with self._using:
                         answer = self._answer(asked)
-                    if asked.answer is None:  # otherwise the client gave it up
+                    if asked.answer is None:  # otherwise the scheduler gave it up
                         asked.answer = answer
-                    self.answered.set()
+                    self._answered.set()
                 after = TELL_SECONDS + TELL_TOKEN_SECONDS * asked.count if self._at_once else 0.0
                 heappush(untold, (time.monotonic() + after, next(numbers), asked))
         finally:
+            self._busy_until = self._opening_since = None
             with self._using:
                 if self._store is not None:
                     self._store.close()
@@ -221,14 +270,14 @@ class LookupKeyServer:
             now = time.monotonic()
             if now < self._open_after:
                 raise StoreError("the store could not be opened a moment ago")
-            self.busy_until, self.opening_since = None, now
+            self._busy_until, self._opening_since = None, now
             try:
                 self._store = self._open()
             except Exception:
                 self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
                 raise
             finally:
-                self.opening_since = None
+                self._opening_since = None
         return self._store
 
     @contextmanager
@@ -240,48 +289,45 @@ class LookupKeyServer:
             self._counters.add("lookup_errors")
             log.warning("%s: %s", what, text_of(error))
         finally:
-            self.busy_until = None
+            self._busy_until = None
 
     def _tend(self) -> None:
         """Keep our layout published, learn others, and look for evictions."""
         if time.monotonic() < self._open_after:
             return
-        tended = False
         with self._using, self._guarded("the pool's layouts were not read"):
             store = self._opened()
-            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+            deadline = self._busy_until = time.monotonic() + IDLE_SECONDS
             self._registry.refresh(store, deadline)
             self._watch.look(store, deadline)
-            self._tended_at, tended = time.monotonic(), True
-        if not tended:
-            self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
+            return
+        self._open_after = time.monotonic() + OPEN_AGAIN_SECONDS
 
     def _answer(self, asked: LookupQuestion) -> LookupAnswer:
         """Answer a question. Any error is a miss."""
         with self._guarded("a lookup failed, and is a miss"):
             self._opened()
             if time.monotonic() < asked.deadline:
-                self.busy_until = asked.deadline
+                self._busy_until = asked.deadline
                 return self._look_up(asked)
         return LookupAnswer(failed=True)
 
     def _look_up(self, asked: LookupQuestion) -> LookupAnswer:
-        chain, reader = asked.chain, self._reader
+        chain, reader, registry = asked.chain, self._reader, asked.registry
         most = reader.most_tokens(asked.count)
         store = self._opened()
         if threading.current_thread() is self._thread:  # it may wait, and the scheduler's may not
-            self._registry.refresh(store, asked.deadline)
-            self._tended_at = time.monotonic()
+            registry.refresh(store, asked.deadline)
         if not asked.full and self._begins_new(asked, store):
             return LookupAnswer(head_only=True)
         chain.cover(asked.tokens, asked.count)
-        name = (chain.signature(), most)
+        layouts = registry.layouts
+        parts = sequence_keys(registry.metadata, chain, layouts)
+        name = (most, *(part.keys[-1] for part in parts if part.keys))  # names all blocks before
         recent = self._recent.get(name)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
             return recent
-        layouts = self._registry.layouts
-        parts = sequence_keys(self._metadata, chain, layouts)
         keys = [key for part in parts for key in part.keys]
         self._counters.add("lookup_keys", len(keys))
         with self._counters.operation(StoreOperation("lookup_exists", len(keys))):
@@ -302,7 +348,7 @@ class LookupKeyServer:
         """Whether no layout has the first block of this sequence. Where a group keeps all tokens,
         every hit needs it, unless the engine has it itself. So most new prompts cost one question,
         however long they are."""
-        chain, layouts, keys = asked.chain, self._registry.layouts, list[str]()
+        chain, layouts, keys = asked.chain, asked.registry.layouts, list[str]()
         full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
         if not full:
             return False
@@ -313,7 +359,7 @@ class LookupKeyServer:
             for fragment in layout.fragments:
                 if fragment.table in tables:
                     contents = layout.contents(chain, fragment.table, 1)
-                    keys += object_keys(self._metadata, layout.id, fragment, contents)
+                    keys += object_keys(asked.registry.metadata, layout.id, fragment, contents)
         if not keys:
             return False
         with self._counters.operation(StoreOperation("lookup_exists", len(keys))):
@@ -327,18 +373,18 @@ class LookupKeyServer:
         answer = asked.answer
         if answer is None or answer.failed or not asked.first:
             return
-        ours, align = self._registry.ours, self._reader.align_tokens
+        registry, align = asked.registry, self._reader.align_tokens
         most = self._reader.most_tokens(asked.count)
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < most // align * align:
-            used.add(ours.id)  # this engine will save the rest in its own layout
+            used.add(registry.ours.id)  # this engine will save the rest in its own layout
         # Without `_using`: eviction's lock may take a while, and lookups need none.
         with self._guarded("the store did not hear of a request"):
             asked.chain.cover(asked.tokens, asked.count)
-            deadline = self.busy_until = time.monotonic() + IDLE_SECONDS
+            deadline = self._busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):
-                layout = answer.layouts.get(layout_id, ours)
-                for part in sequence_keys(self._metadata, asked.chain, [layout]):
+                layout = answer.layouts.get(layout_id, registry.ours)
+                for part in sequence_keys(registry.metadata, asked.chain, [layout]):
                     self._opened().access(part.keys, deadline)
             self._watch.look(self._opened(), deadline)
 
@@ -387,113 +433,6 @@ def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
     return held
 
 
-OLDEST_ANSWER_SECONDS = 10.0  # for a request that queued; longer than any step
-STUCK_SECONDS = 1.0  # past its deadline; then a server counts as stuck
-OPEN_SECONDS = 180.0  # for opening its store; after that, a server counts as stuck too
-MOST_STUCK = 4
-
-
-class LookupKeyClient:
-    """Asks on behalf of requests, and never makes a step wait. For the scheduler's thread alone."""
-
-    def __init__(
-        self,
-        make_server: Callable[[], LookupKeyServer],
-        counters: PoolCounters,
-        lookup_seconds: float,
-    ) -> None:
-        self._make, self._counters, self._seconds = make_server, counters, lookup_seconds
-        self._server: LookupKeyServer | None = make_server()
-        self._closed: list[LookupKeyServer] = []  # whose threads still run
-        self._asked: dict[str, LookupQuestion] = {}
-
-    def lookup(
-        self, request_id: str, chain: ContentChain, tokens: Sequence[int], *, full: bool = False
-    ) -> LookupAnswer | None:
-        """What the pool holds of the sequence, or None: ask again in the next step.
-
-        full  also if the first block is not among it
-        """
-        now = time.monotonic()
-        asked = self._asked.get(request_id)
-        short = full and asked is not None and asked.answer is not None and asked.answer.head_only
-        if asked is None or asked.count != len(tokens) or short or _stale(asked, now):
-            deadline, again = now + self._seconds, asked is not None
-            asked = LookupQuestion(chain, tokens, len(tokens), deadline, not again, full)
-            self._asked[request_id] = asked
-            self._counters.add("lookups")
-            server = self._able_server(now)
-            if server is None or self._opens_slowly(server, now):
-                self._counters.add("lookup_refused")
-                asked.answer = LookupAnswer(failed=True)
-            else:
-                server.ask(asked)
-        if asked.answer is None and now >= asked.deadline:
-            self._counters.add("lookup_timeouts")
-            asked.answer = LookupAnswer(failed=True)
-        if asked.answer is None:
-            self._able_server(now)
-        elif asked.given_at is None:
-            asked.given_at = now
-        return asked.answer
-
-    def wait_answered(self, seconds: float) -> bool:
-        """Whether a question is open; waits for an answer, but no longer than this."""
-        server = self._server
-        if server is None:
-            return False
-        server.answered.clear()
-        if all(asked.answer is not None for asked in self._asked.values()):
-            return False
-        server.answered.wait(seconds)
-        return True
-
-    def _opens_slowly(self, server: LookupKeyServer, now: float) -> bool:
-        """Whether the store has been opening for longer than a lookup may take."""
-        opening = server.opening_since
-        return opening is not None and now > opening + self._seconds
-
-    def discard(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
-
-    def _able_server(self, now: float) -> LookupKeyServer | None:
-        """The server, or a new one if it is dead or stuck. None: too many are stuck."""
-        server, waiting = self._server, []
-        if server is not None:
-            stuck = server.stuck(now)
-            if server.alive and not stuck:
-                return server
-            self._counters.add("lookup_servers_replaced")
-            log.warning("a lookup server %s, and is replaced", "is stuck" if stuck else "died")
-            waiting = server.drain()
-        self._replace()
-        for asked in waiting:
-            if self._server is not None:
-                self._server.ask(asked)
-            else:
-                asked.answer = LookupAnswer(failed=True)
-        return self._server
-
-    def _replace(self) -> None:
-        """Close the server. Make another, unless too many that were closed still run."""
-        if self._server is not None:
-            self._server.close()
-            self._closed.append(self._server)
-        self._closed = [server for server in self._closed if server.alive]
-        self._server = self._make() if len(self._closed) < MOST_STUCK else None
-
-    def restart(self) -> None:
-        """Forget all answers, because the namespace has changed."""
-        self._replace()
-        self._asked.clear()
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close(seconds=1.0)
-            self._server = None
-        self._asked.clear()
-
-
 def _stale(asked: LookupQuestion, now: float) -> bool:
     """Whether an answer is too old to promise anything.
 
@@ -528,11 +467,6 @@ class EvictionWatch:
             self._blocks[name] = tuple(keys)
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
-
-    def discard(self, name: Hashable) -> None:
-        """Stop watching a block that was reported as gone already."""
-        with self._lock:
-            self._blocks.pop(name, None)
 
     def clear(self) -> None:
         with self._lock:

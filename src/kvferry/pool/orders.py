@@ -69,7 +69,6 @@ class PoolLoaded:
     hung: bool = False  # the store may still write, so the blocks must not be reused yet
     bytes: int = 0
     seconds: float = 0.0
-    missing: tuple[tuple[str, int], ...] = ()  # objects gone from the store: (group, first token)
 
     @property
     def ok(self) -> bool:
@@ -107,9 +106,8 @@ METRICS: Mapping[str, PoolMetric] = dict(
         _plain("lookup_cached", "Lookups that a recent answer served"),
         _plain("lookup_errors", "Lookups that raised"),
         _plain("lookup_timeouts", "Lookups without an answer in time"),
-        _plain("lookup_refused", "Lookups that were not asked, because many are stuck"),
+        _plain("lookup_refused", "Lookups that were not asked, because the store is stuck"),
         _plain("lookup_keys", "Keys that lookups asked the store for"),
-        _plain("lookup_servers_replaced", "Threads for lookups that were replaced"),
         _plain("hit_tokens", "Tokens that loads were ordered for"),
         (
             "loads_declined",

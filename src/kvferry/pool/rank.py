@@ -158,13 +158,8 @@ class PoolRank:
         *,
         replica: int = 0,
         replicas: int = 1,
-        pace: Pace | None = None,
-        fenced: FencedStore | None = None,
     ) -> None:
-        """`replica` of `replicas`: this worker among those with the same rank and bytes.
-
-        fenced  the store, if its device waits for fences itself
-        """
+        """`replica` of `replicas`: this worker among those with the same rank and bytes."""
         self.counters = PoolCounters()
         self._store, self._model, self._layout = store, model, layout
         self._make_scope = partial(
@@ -188,9 +183,8 @@ class PoolRank:
             ]
         )
         self._ended = threading.Event()  # a save or a load has, since this was cleared
-        pace = pace or Pace()
-        self._saver = Saver(store, self.counters, self._ended, pace, fenced)
-        self._loader = Loader(store, self.counters, self._ended, pace)
+        self._saver = Saver(store, self.counters, self._ended)
+        self._loader = Loader(store, self.counters, self._ended)
 
     def tell(self, scope: Scope) -> None:
         """Take the scope from which keys are made."""
@@ -246,16 +240,12 @@ class Saver:
     """One thread that saves jobs in order."""
 
     def __init__(
-        self,
-        store: Store,
-        counters: PoolCounters,
-        ended: threading.Event | None = None,
-        pace: Pace | None = None,
-        fenced: FencedStore | None = None,
+        self, store: Store, counters: PoolCounters, ended: threading.Event | None = None
     ) -> None:
         """ended  set when a job has ended"""
-        self._store, self._counters, self._fenced = store, counters, fenced
-        self._most = (pace or Pace()).save_objects
+        self._store, self._counters = store, counters
+        self._fenced = store if isinstance(store, FencedStore) else None
+        self._most = Pace.of(store).save_objects
         self._ended = ended or threading.Event()
         self._started = self._reported = 0  # jobs
         self._put = 0  # blocks of the job at hand
@@ -437,11 +427,15 @@ class Pace:
     first_tokens: int = 0  # of a first, shorter chunk; 0: it has as many as the others
     save_objects: int = 256  # put at a time; the deadline is checked in between
 
-
-# A device that copies by itself needs few threads: they only take the interpreter's lock from each
-# other, and from the engine. Its store cuts loads and puts into parts that overlap. While the first
-# tokens of a load cross the bus, its other thread finds out what else there is.
-DEVICE_PACE = Pace(threads=2, chunk_tokens=1 << 30, first_tokens=2048, save_objects=1 << 14)
+    @classmethod
+    def of(cls, store: Store) -> Pace:
+        """A device that copies by itself needs few threads: they only take the interpreter's lock
+        from each other, and from the engine. Its store cuts loads and puts into parts that overlap.
+        While the first tokens of a load cross the bus, the other thread finds what else there is.
+        """
+        if not isinstance(store, FencedStore):
+            return cls()
+        return cls(threads=2, chunk_tokens=1 << 30, first_tokens=2048, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -465,15 +459,11 @@ class Loader:
     """Runs loads. `take_done` reports each exactly once."""
 
     def __init__(
-        self,
-        store: Store,
-        counters: PoolCounters,
-        ended: threading.Event | None = None,
-        pace: Pace | None = None,
+        self, store: Store, counters: PoolCounters, ended: threading.Event | None = None
     ) -> None:
         """ended  set when a load has ended"""
         self._ended = ended or threading.Event()
-        self._store, self._counters, self._pace = store, counters, pace or Pace()
+        self._store, self._counters, self._pace = store, counters, Pace.of(store)
         self._running: set[_Running] = set()
         self._done: deque[PoolLoaded] = deque()
         self._recovered: deque[str] = deque()
@@ -601,13 +591,11 @@ class Loader:
             return PoolLoaded(order.request_id, bytes=moved)
         self._counters.add("load_bad_objects", len(bad))
         group, token, why = bad[0]
-        missing = tuple((g, t) for g, t, w in bad if w == Outcome.MISSING.value)
         return PoolLoaded(
             order.request_id,
             f"{len(bad)} objects, the first ({why}) of group {group!r} at token {token}",
             bad_from=token,
             bytes=moved,
-            missing=missing,
         )
 
     def _read(

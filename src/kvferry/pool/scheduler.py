@@ -42,7 +42,7 @@ from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
 from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, PoolKey
 from kvferry.pool.layout_registry import PoolLayout
-from kvferry.pool.lookup import EvictionWatch, LookupKeyClient, LookupKeyServer
+from kvferry.pool.lookup import EvictionWatch, Lookups
 from kvferry.pool.objects import TableKind, block_span
 from kvferry.pool.orders import (
     LoadOrder,
@@ -74,7 +74,7 @@ class PoolScheduler:
         self.choice = choice or LoadChoice()
         self._open_store = open_store
         self._null = null_block
-        self._client: LookupKeyClient | None = None
+        self._lookups: Lookups | None = None  # once it has started
         self._epoch = ""  # of the last reset
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs: dict[int, SaveJob] = {}  # saves that some rank has not reported, by job id
@@ -126,27 +126,20 @@ class PoolScheduler:
         """Look up, save and load in this namespace from now on."""
         self.metadata = metadata
         self._tell({self.layout.id: self.layout})
-        if self._client is not None:
-            self._client.restart()
-        else:
-            self._client = LookupKeyClient(
-                self._make_server, self.counters, self.limits.lookup_seconds
+        if self._lookups is None:
+            self._lookups = Lookups(
+                self._open_store,
+                self._reader,
+                self.counters,
+                self.watch,
+                self.limits.lookup_seconds,
+                at_once=self.limits.lookup_at_once,
             )
+        self._lookups.use(metadata, self.layout)
 
     @property
     def started(self) -> bool:
-        return self._client is not None
-
-    def _make_server(self) -> LookupKeyServer:
-        return LookupKeyServer(
-            self._open_store,
-            self.metadata,
-            self.layout,
-            self._reader,
-            self.counters,
-            self.watch,
-            at_once=self.limits.lookup_at_once,
-        )
+        return self._lookups is not None
 
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
         """For each of these blocks, the keys of all its fragments in our layout."""
@@ -170,16 +163,12 @@ class PoolScheduler:
         self._epoch = secrets.token_hex(8)
         log.info("the pool's namespace changes (epoch %s)", self._epoch)
         self._keeps_old = keeps_blocks
-        if self._client is None:
+        if self._lookups is None:
             return
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
         self.watch.clear()
         self._use(replace(self.metadata, epoch=self._epoch))
-
-    @property
-    def tables(self) -> int:
-        return len(self.layout.kinds)
 
     def block_tokens(self, table: int) -> int:
         return self.layout.kind(table).block_tokens
@@ -200,16 +189,16 @@ class PoolScheduler:
         tracker.final = 0  # it has no blocks, or none any more
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
-        most = self._reader.most_tokens(len(tokens)) if self._client is not None else 0
+        most = self._reader.most_tokens(len(tokens)) if self._lookups is not None else 0
         if (
-            self._client is None
+            self._lookups is None
             or not self.limits.lookup
             or tracker.over
             or tracker.loading is not None
             or most < self.align_tokens
         ):
             return 0
-        answer = self._client.lookup(request_id, tracker.chain, tokens, full=computed > 0)
+        answer = self._lookups.lookup(request_id, tracker.chain, tokens, full=computed > 0)
         if answer is None:
             return None
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
@@ -290,7 +279,7 @@ class PoolScheduler:
         states  recurrent states that are whole after this step
         """
         tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.old or self._client is None or not self.limits.save:
+        if tracker is None or tracker.old or self._lookups is None or not self.limits.save:
             return
         tracker.final = final
         self._save_up_to(tracker, tokens, tables, self.limits.most_pinned_blocks, states, tag)
@@ -360,9 +349,9 @@ class PoolScheduler:
         token was sampled, and its place may hold what a rejected draft left there.
         """
         tracker = self._trackers.pop(request_id, None)
-        if self._client is None:
+        if self._lookups is None:
             return
-        self._client.discard(request_id)
+        self._lookups.discard(request_id)
         if tracker is not None and tables and tracker.final and not tracker.old:
             tracker.final = min(tracker.final, len(tokens) - 1)
             most = self.limits.most_pinned_at_end
@@ -370,7 +359,7 @@ class PoolScheduler:
 
     def wait_for_lookup(self, seconds: float) -> bool:
         """For a step that computes nothing: whether a lookup is open; waits until one is not."""
-        return self._client is not None and self._client.wait_answered(seconds)
+        return self._lookups is not None and self._lookups.wait_answered(seconds)
 
     # Reports
 
@@ -438,9 +427,9 @@ class PoolScheduler:
         return bool(self._jobs or self._orders.saves or self._orders.loads)
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self._lookups is not None:
+            self._lookups.close()
+            self._lookups = None
 
 
 @dataclass(frozen=True, slots=True)

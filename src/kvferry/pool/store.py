@@ -14,10 +14,10 @@ or not at all, and a range that is read was checked against what was written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar, overload
+from typing import Protocol, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-T = TypeVar("T")
 
 MOST_RECORD_BYTES = 64 << 20  # of `put_bytes`: a layout of thousands of ranks has a few MiB
 
@@ -148,8 +147,10 @@ class Fence(Protocol):
         """Until the device has come to it. Any thread, any number of times."""
 
 
+@runtime_checkable
 class FencedStore(Store, Protocol):
-    """A store for which the device itself waits, so that a put is prepared while it computes."""
+    """A store whose device copies by itself, and waits by itself, so that a put is prepared while
+    the device computes."""
 
     def put_after(
         self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
@@ -174,19 +175,11 @@ def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> 
     return [regions.first_outside(p.address, p.length) < 0 for p in parts]
 
 
-def by_lengths(objects: Sequence[Ranges] | Sequence[Slices], work: Callable[[Ints], T]) -> list[T]:
-    """Something of each object's lengths. Most objects share one array of them."""
-    if isinstance(objects, Alike):
-        return [work(objects.length)] * len(objects)
-    known: dict[int, T] = {}
-    for one in objects:
-        if id(one.length) not in known:
-            known[id(one.length)] = work(one.length)
-    return [known[id(one.length)] for one in objects]
-
-
 def sizes_of(objects: Sequence[Ranges] | Sequence[Slices]) -> list[int]:
-    return by_lengths(objects, lambda length: int(length.sum()))
+    """Bytes of each object."""
+    if isinstance(objects, Alike):
+        return [int(objects.length.sum())] * len(objects)
+    return [int(one.length.sum()) for one in objects]
 
 
 def batch_parts(

@@ -45,7 +45,6 @@ from kvferry.pool.store import (
     Outcome,
     Ranges,
     Slices,
-    by_lengths,
     inside,
     sizes_of,
 )
@@ -234,10 +233,10 @@ def _objects(
         offset, length = np.tile(parts.offset, count), np.tile(parts.length, count)
         return BusObjects(place, size, runs, offset, parts.address[which].reshape(-1), length)
     some = [parts[i] for i in which.tolist()]
-    if isinstance(some[0], Slices):
-        offsets = [one.offset for one in some if isinstance(one, Slices)]
-    else:
-        offsets = by_lengths(some, lambda length: np.cumsum(length) - length)
+    offsets = [
+        one.offset if isinstance(one, Slices) else np.cumsum(one.length) - one.length
+        for one in some
+    ]
     return BusObjects(
         place,
         size,
@@ -264,12 +263,7 @@ def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
     if isinstance(wanted, Alike):
         spans = np.tile(_span(wanted), (len(which), 1))
     else:
-        pairs = [(id(wanted[i].offset), id(wanted[i].length)) for i in which.tolist()]
-        ends: dict[tuple[int, int], list[int]] = {}
-        for pair, i in zip(pairs, which.tolist(), strict=True):
-            if pair not in ends:
-                ends[pair] = _span(wanted[i])
-        spans = np.array([ends[pair] for pair in pairs], dtype=np.int64).reshape(-1, 2)
+        spans = np.array([_span(wanted[i]) for i in which.tolist()], dtype=np.int64).reshape(-1, 2)
     fits = (spans[:, 0] >= 0) & (spans[:, 1] > 0) & (spans[:, 1] <= lent.length[which])
     if not takes(lent.length[which[fits]], CHUNK_BYTES):
         for at in np.flatnonzero(fits).tolist():
@@ -282,7 +276,10 @@ def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Int
     if not len(which):
         return
     hashes = hashes_of(lent.length[which], CHUNK_BYTES)
-    runs = np.array(by_lengths(wanted, len), dtype=np.int64)[which]
+    if isinstance(wanted, Alike):
+        runs = np.full(len(which), len(wanted.length))
+    else:
+        runs = np.array([len(wanted[i].length) for i in which.tolist()], dtype=np.int64)
     share = np.maximum(hashes * (MOST_RUNS // MOST_HASHES), runs)
     for first, last in pairwise(cuts_of(share, MOST_RUNS)):
         yield which[first:last]

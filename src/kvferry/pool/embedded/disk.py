@@ -8,16 +8,15 @@ module gives (32 hexadecimal digits in the folder of their first two, parts with
 looked at, and of those only a file that begins like an image, or is empty, is ever removed.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
-file without a record takes room that no process knows of. There are two reasons for one:
+file without a record takes room that no process knows of. There are two reasons for one: the index
+is new (the host was restarted), and the files are those of the last one, which get records now; or
+a process was killed between a record's change and its file's removal, and they are removed.
 
-    ADOPT  the index is new (the host was restarted), and the files are those of the last one: they
-           get records
-    SWEEP  a process was killed between a record's change and its file's removal: they are removed
-
-Either is a walk through the directory, which may take minutes, so a thread does it beside the
-store's work (one of its `Calls`). It reads without the lock, and holds the lock for one batch at a
-time, in which it looks at the records again. The index says which walk is due, and which member
-walks. Where that member dies, another process begins again, and passes quickly over files that have
+So every process that opens the store walks through the directory. That may take minutes, so a
+thread does it beside the store's work (one of its `Calls`). It reads without the lock, and holds
+the lock for one batch at a time, in which it looks at the records again. One process walks at a
+time. The index says whether files still get records (`files_due`). Where the process that began
+with that dies, the next one to open the store begins again, and passes quickly over files that have
 their record by then.
 
 A directory belongs to one store. `DirectoryOwner` keeps a file in it locked, and writes the store's
@@ -38,9 +37,11 @@ import itertools
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,6 @@ from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Image, begins_image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
-    NOTHING,
-    SWEEP,
-    BackgroundWork,
     Calls,
     Locked,
     Members,
@@ -80,9 +78,9 @@ HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
 class DiskTier:
-    """The files of one directory, and the walks that keep them and the records in step.
+    """The files of one directory, and the walk that keeps them and the records in step.
 
-    `used`, `sweep_later` and `remove_unrecorded` need the store's lock; `locked` takes it.
+    `used` and `remove_unrecorded` need the store's lock; `locked` takes it.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class DiskTier:
         self._clock, self._calls, self._locked = clock, calls, locked
         self._made: set[str] = set()
         self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
-        self._walks = BackgroundWork(calls, "kvferry-files", LOCK_SECONDS)
+        self._walking: threading.Thread | None = None
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -204,38 +202,23 @@ class DiskTier:
         finally:
             os.close(fd)
 
-    def names(self, *, tell: bool) -> Iterator[str]:
-        """Every file with a name of the store's, folder by folder; `tell`: log the others."""
-        foreign = 0
+    def names(self) -> Iterator[str]:
+        """Every file with a name of the store's, folder by folder."""
         for folder in sorted(self._directory.glob("??")):
             try:
                 entries = list(os.scandir(folder))
             except OSError:  # not a folder, or it is gone
-                foreign += 1
                 continue
             for entry in entries:
                 ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
                 if ours and entry.is_file(follow_symlinks=False):
                     yield entry.name
-                else:
-                    foreign += 1
-        if foreign and tell:
-            _log.warning(
-                "disk tier: %s holds %d things that are not the store's; they are left alone, and "
-                "not counted in its size",
-                self._directory,
-                foreign,
-            )
 
     # Files and records
 
     def used(self) -> int:
         """Bytes of all files that there are, or will be."""
         return int(self._index.image_bytes[self._index.in_state(*HAS_FILE)].sum())
-
-    def sweep_later(self) -> None:
-        """Files without a record may be there: a walk is due."""
-        self._index.files_due = max(self._index.files_due, SWEEP)
 
     def remove_unrecorded(self, names: Sequence[str]) -> None:
         self.remove(self._unrecorded(names))
@@ -249,56 +232,57 @@ class DiskTier:
         return list(itertools.compress(names, (~recorded).tolist()))
 
     def begin(self) -> None:
-        """Start the walk that is due in a thread, unless a living member walks already."""
-        index = self._index
-        by = index.files_by
-        if (by and not self._members.alive(by)) or (not by and index.files_due != NOTHING):
-            self._walks.begin(self._walk)
+        """Walk through all files, in a thread."""
+        thread = threading.Thread(target=self._walk, name="kvferry-files", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("disk tier: the next process to open it looks at its files: %s", error)
+        else:
+            self._walking = thread
 
     def wait(self, seconds: float) -> bool:
-        """Whether this process's walks have ended after at most so many seconds."""
-        return self._walks.wait(seconds)
+        """Whether this process's walk has ended after at most so many seconds."""
+        if self._walking is not None:
+            self._walking.join(seconds)
+        return self._walking is None or not self._walking.is_alive()
 
     def sweep_now(self, deadline: float) -> None:
         """Remove all files without a record, also those that were to get one."""
-        for batch in _batches(self.names(tell=False)):
+        for batch in _batches(self.names()):
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
-        """Walk until no walk is due, or another living member walks."""
-        index, closing = self._index, self._calls.closing
-        try:
-            while not closing.is_set() and (due := self._take_walk()):
-                step = self._adopt if due == ADOPT else self._sweep
-                for batch in _batches(self.names(tell=due == ADOPT)):
-                    if closing.is_set() or not step(batch, time.monotonic() + LOCK_SECONDS):
-                        break
-                else:
-                    with self._locked(time.monotonic() + LOCK_SECONDS):
-                        index.files_by = 0
-                        if index.files_due == ADOPT:
-                            index.files_due = SWEEP  # for processes that died meanwhile
-        finally:
-            if index.files_by == self._members.me:
-                self.sweep_later()
-                index.files_by = 0  # no other process writes it while this member lives
+        # A `StoreError` says that the store is closed.
+        with contextlib.suppress(StoreError), self._calls, self._members.walking() as alone:
+            if not alone or not self._patiently(self._clean_dead):
+                return
+            adopting = self._index.files_due == ADOPT
+            step = self._adopt if adopting else self._sweep
+            batches = _batches(self.names())
+            whole = all(self._patiently(partial(step, batch)) for batch in batches)
+            if whole and adopting:
+                self._patiently(self._adopted)
 
-    def _take_walk(self) -> int:
-        """The walk that this member has to do now, if any."""
-        index, me = self._index, self._members.me
-        with self._locked(time.monotonic() + LOCK_SECONDS):
-            by = index.files_by
-            if by not in (0, me):
-                if self._members.alive(by):
-                    return NOTHING
-                self.sweep_later()  # the member that died had taken it off the list
-            due = index.files_due
-            index.files_by = me if due else 0
-            if due == SWEEP:  # a file that loses its record from now on is for another walk
-                index.files_due = NOTHING
-                # no process becomes a member without the lock
-                self.clean(lambda member: not self._members.alive(member))
-            return due
+    def _patiently(self, step: Callable[[float], bool]) -> bool:
+        """A step of a walk, once the lock is free for it; whether the walk goes on."""
+        while not self._calls.closing.is_set():
+            try:
+                return step(time.monotonic() + LOCK_SECONDS)
+            except StoreError as error:
+                _log.info("disk tier: the walk through its files tries again: %s", error)
+                self._calls.closing.wait(LOCK_SECONDS)
+        return False
+
+    def _clean_dead(self, deadline: float) -> bool:
+        with self._locked(deadline):  # no process becomes a member without it
+            self.clean(lambda member: not self._members.alive(member))
+        return True
+
+    def _adopted(self, deadline: float) -> bool:
+        with self._locked(deadline):
+            self._index.files_due = 0
+        return True
 
     def _sweep(self, names: list[str], deadline: float) -> bool:
         lost = [name for name in self._unrecorded(names) if self.is_ours(name)]
@@ -355,11 +339,7 @@ def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bo
     A process that looked for the store's files elsewhere, or nowhere, would take all of them for
     lost, and remove their records. Nor does it move while other processes have it open (`in_use`).
     """
-    if not has_disk:
-        if disk is not None:
-            _log.warning(
-                "the store at %s was created without a disk tier; %s is not used", directory, disk
-            )
+    if not has_disk:  # the store says its sizes, where they are not those that were asked for
         return None
     link = directory / DISK_LINK
     if link.is_dir():

@@ -14,9 +14,8 @@ with an owner say what it was doing. `mend` undoes the work of dead owners, remo
 finds the gaps again, from the records.
 
 A living process may have to update the records (give extents back, remove a damaged object) while a
-stopped process holds the lock. No other process can do that for it. So the update is queued, the
-next thread of this process that gets the lock writes it first, and a thread tries for the lock
-until then.
+stopped process holds the lock. No other process can do that for it. So the update is queued, and
+the next thread of this process that gets the lock writes it first.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.embedded.disk import DISK_LINK, DirectoryOwner, DiskTier, own_directory
 from kvferry.pool.embedded.index import (
     ADOPT,
-    SWEEP,
-    BackgroundWork,
     Calls,
     Geometry,
     Members,
@@ -58,7 +55,6 @@ _log = logging.getLogger(__name__)
 OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
 UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back extents
-RETRY_SECONDS = 0.25  # between two tries of a thread for the lock, and for each of them
 SHORT_WAIT_S = 0.01  # for the lock, of a reader: a thousand times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
 ROUNDS = 6  # of making room for one batch: others may take the freed memory
@@ -101,7 +97,6 @@ class Tiers:
         self.clock, self.calls = clock, calls
         self._reap_at = 0.0
         self._updates: deque[Callable[[], None]] = deque()  # of the records, still to be written
-        self._updating = BackgroundWork(calls, "kvferry-updates", RETRY_SECONDS)
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
@@ -141,8 +136,6 @@ class Tiers:
             index.publish()
         else:
             self._undo({me})  # the last process that had this number
-            if index.files_by == me:
-                index.files_by = 0
         # before the directory's lock, because the next process waits for both
         undo.callback(self.members.close)
 
@@ -184,7 +177,6 @@ class Tiers:
         states = index.state[rows].copy()
         if self.disk is not None:
             self._undo_demotions(self.disk, rows[states == ix.DEMOTING])
-            self.disk.sweep_later()  # a process that dies may leave files without a record
             self.disk.clean(gone.__contains__)
         index.leave_memory(rows[states == ix.PROMOTING], ix.DISK)
         index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
@@ -216,12 +208,6 @@ class Tiers:
                 pass
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
-            self._updating.begin(self._write_updates)
-
-    def _write_updates(self) -> None:
-        if self._updates:
-            with self.locked(time.monotonic() + RETRY_SECONDS):
-                pass
 
     # Coming in
 
@@ -343,8 +329,6 @@ class Tiers:
     def _evict(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
         """Take these out of memory: down to disk where there is one."""
         index, disk = self.index, self.disk
-        if disk is not None:
-            disk.begin()
         with self.locked(deadline, lock_seconds):
             rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
             index.count("evicted", len(rows))
@@ -481,7 +465,7 @@ class Tiers:
         index = self.index
         if self.disk is not None:
             with self.locked(deadline):
-                index.files_due = min(index.files_due, SWEEP)  # no more files get records
+                index.files_due = 0  # no more files get records
         count = self.give_up(index.in_state(*ix.READABLE), deadline)
         if self.disk is not None:
             self.disk.sweep_now(deadline)
@@ -507,9 +491,7 @@ class Tiers:
         states = index.state[rows]
         names = index.names(rows[np.isin(states, (ix.DISK, ix.BOTH))])
         index.leave_memory(rows, ix.GHOST)
-        if self.disk is not None:
-            if bool((states == ix.DEMOTING).any()):  # their writer removes the files, or dies first
-                self.disk.sweep_later()
+        if self.disk is not None:  # the writers of those that are DEMOTING remove their files
             self.disk.remove(names)
 
 

@@ -32,7 +32,7 @@ parent is killed, so it closes them first. Every wait for a lock has a deadline.
 
 Bytes go to and from the mapping by address, so a call that outlives the mapping ends the process.
 `Calls` counts the calls under way; the store unmaps its files after the last one. Threads of the
-store (`BackgroundWork`) count as calls.
+store count as calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import struct
@@ -80,11 +79,7 @@ COUNTERS = (
     "puts",
 )
 
-# The walk through the disk tier's files that is due: none, one that removes files without a record,
-# or one that makes records for them
-NOTHING, SWEEP, ADOPT = range(3)
-
-_log = logging.getLogger(__name__)
+ADOPT = 2  # in `files_due`: the disk tier's files are still to get records
 
 Words = NDArray[np.uint64]
 
@@ -178,8 +173,7 @@ class SharedIndex:
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
     gaps_stale = _Word(11)  # extents were given up since the gaps were found
-    files_due = _Word(14, NOTHING, ADOPT)
-    files_by = _Word(15)  # the member that walks through the files, or 0
+    files_due = _Word(14, 0, ADOPT)  # 15 is of earlier versions
 
     low: Words
     high: Words
@@ -493,17 +487,36 @@ class SharedLock(Locked):
 
 
 class Members(Locked):
-    """The processes that have the store open; `me` is this one's number, from 1 on."""
+    """The processes that have the store open; `me` is this one's number, from 1 on.
+
+    The first byte of the file is locked by the process that walks through the disk's files.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         for number in range(1, MAX_MEMBERS):
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(fcntl.F_WRLCK, number))
+            if self._lock(number):
                 self.me = number
                 return
         self.close()
         raise StoreError(f"more than {MAX_MEMBERS - 1} processes have this store open")
+
+    def _lock(self, number: int, kind: int = fcntl.F_WRLCK) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(kind, number))
+        except OSError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def walking(self) -> Iterator[bool]:
+        """Whether no other process walks through the files of the disk tier meanwhile."""
+        alone = self._lock(0)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._lock(0, fcntl.F_UNLCK)
 
     @staticmethod
     def _flock(kind: int, number: int, count: int = 1) -> bytes:
@@ -573,68 +586,3 @@ class Calls:
                 return left
         end()
         return 0
-
-
-class BackgroundWork:
-    """Work that the store does beside its calls, in at most one thread.
-
-    Where the lock was not free for it, the thread tries again: the next call that takes the lock
-    may be long in coming.
-    """
-
-    def __init__(self, calls: Calls, name: str, pause_seconds: float) -> None:
-        self._calls, self._name, self._pause = calls, name, pause_seconds
-        self._changes = threading.Lock()
-        self._due: Callable[[], None] | None = None  # no longer: it may refer to the store
-        self._running = False
-        self._thread: threading.Thread | None = None
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """Have this done; once more if it is under way now.
-
-        Nothing is done in a store that is closed, nor where no thread can start.
-        """
-        with self._changes:
-            self._running = self._running or self._start()
-            self._due = work if self._running else None
-
-    def wait(self, seconds: float) -> bool:
-        """Whether no thread is at work after at most so many seconds."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
-
-    def _start(self) -> bool:
-        try:
-            self._calls.__enter__()
-        except StoreError:
-            return False
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._calls.__exit__()
-            _log.warning("%s is left for later: %s", self._name, error)
-            return False
-        self._thread = thread
-        return True
-
-    def _run(self) -> None:
-        try:
-            while work := self._take():
-                try:
-                    work()
-                except StoreError as error:
-                    _log.info("%s tries again: %s", self._name, error)
-                    self._due = work
-                    self._calls.closing.wait(self._pause)
-                except Exception:
-                    _log.exception("%s failed", self._name)
-        finally:
-            self._calls.__exit__()
-
-    def _take(self) -> Callable[[], None] | None:
-        with self._changes:  # work that falls due after this starts another thread
-            work = None if self._calls.closing.is_set() else self._due
-            self._running, self._due = work is not None, None
-            return work

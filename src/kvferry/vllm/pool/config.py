@@ -187,7 +187,7 @@ class PoolConfig:
         return self.checksums and self.store != "embedded"
 
     def opener(self, *, lookups_only: bool = False) -> Callable[[], Store]:
-        """A function that opens the store. Each process and each lookup server opens its own."""
+        """A function that opens the store. Each process opens one of its own."""
         if self.store == "embedded":
             return self._open_embedded
         if self.store == "mooncake":

@@ -16,7 +16,6 @@ from kvferry.handover.describe import read_layout, read_model, read_shape
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.keys import Extra, KeyMetadata
 from kvferry.pool.layout_registry import make_layout
-from kvferry.pool.orders import PoolLoaded
 from kvferry.pool.scheduler import (
     PoolLimits,
     PoolOrders,
@@ -219,10 +218,6 @@ class VllmPoolScheduler:
             for saved in self.pool.saved(report.saved):
                 self._events.stored(saved)
             self.pool.loaded(report.loaded)
-            for loaded in report.loaded:
-                known = self._requests.get(loaded.request_id)
-                if known is not None:
-                    self._events.missing(loaded, known.request)
             self.pool.recovered(report.recovered)
         for request_id in received:
             self.pool.load_over(request_id)
@@ -298,10 +293,10 @@ class PoolEvents:
     """vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
 
     stored   blocks that every worker has saved
-    missing  blocks that a load did not find
     evicted  blocks, told of before, that the store has given up
 
-    Events wait for the next step. A job's tag is vLLM's request.
+    A block that a load does not find is not told at once: the request computes it, and saves it
+    again. Events wait for the next step. A job's tag is vLLM's request.
     """
 
     def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
@@ -361,21 +356,6 @@ class PoolEvents:
                         group_idx=blocks.table,
                     )
                 )
-
-    def missing(self, loaded: PoolLoaded, request: Any) -> None:
-        if not self.wanted or not loaded.missing:
-            return
-        from vllm.distributed.kv_events import BlockRemoved
-
-        size = self._pool.align_tokens
-        numbers = sorted({token // size for _, token in loaded.missing})
-        hashes = [self._hash(request, size, number) for number in numbers]
-        gone = [block_hash for block_hash in hashes if block_hash is not None]
-        if gone:
-            self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
-            for block_hash in gone:
-                for table in range(self._pool.tables):
-                    self._pool.watch.discard((block_hash, table))
 
     def _hash(self, request: Any, block_tokens: int, number: int) -> Any:
         """vLLM's hash of the tokens up to the end of one of our blocks; None: vLLM has none."""

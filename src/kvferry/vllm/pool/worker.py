@@ -22,7 +22,7 @@ from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
 from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
-from kvferry.pool.rank import DEVICE_PACE, PoolRank
+from kvferry.pool.rank import PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
@@ -87,14 +87,7 @@ class PoolWorker:
         if isinstance(store, DeviceStore):
             self._layers = _Layers(kv_caches)
         self._rank = PoolRank(
-            store,
-            described.model,
-            layout,
-            bases,
-            replica=me.replica,
-            replicas=me.replicas,
-            pace=DEVICE_PACE if isinstance(store, DeviceStore) else None,
-            fenced=store if isinstance(store, DeviceStore) else None,
+            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
