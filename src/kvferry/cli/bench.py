@@ -177,20 +177,6 @@ def transport_page(result: TransportResult) -> Page:
             ],
         ),
     ]
-    if result.paired:
-        rows = [
-            [
-                row.carrier,
-                row.op,
-                show_bytes(row.descriptor_bytes),
-                str(row.pairs),
-                f"{row.of_library:.2f}",
-                f"{row.lower_quartile:.2f} to {row.upper_quartile:.2f}",
-            ]
-            for row in result.paired
-        ]
-        head = ["carrier", "op", "descriptor", "pairs", "median", "quartiles"]
-        sheets.append(TableSheet("Of its library, on one engine", head, rows))
     return Page(
         "kvferry bench transport",
         "Carriers, beside their libraries",
@@ -198,20 +184,9 @@ def transport_page(result: TransportResult) -> Page:
         "all take turns. raw-mooncake and raw-nixl are the libraries called directly, with the "
         "same batches. Dashed: limits of this machine in the same run.",
         sheets,
-        _transport_notes(result),
+        [f"not measured: {name}: {why}" for name, why in result.missing.items()],
         _transport_plots(result),
     )
-
-
-def _transport_notes(result: TransportResult) -> list[str]:
-    notes = [f"not measured: {name}: {why}" for name, why in result.missing.items()]
-    for target in result.targets:
-        line = f"{target.verdict:13}{target.text}"
-        if target.found is not None:
-            sizes = ", ".join(show_bytes(size) for size in target.judged_bytes)
-            line += f": {target.found:.2f} at worst ({target.where}); judged at {sizes}"
-        notes.append(line)
-    return notes
 
 
 def _transport_plots(result: TransportResult) -> list[tuple[str, str]]:
