@@ -54,7 +54,14 @@ from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
-from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
+from kvferry.vllm.metrics import (
+    NIXL_METRICS,
+    STORE_METRICS,
+    FerryPromMetrics,
+    FerryStats,
+    InTreeMetric,
+    Spans,
+)
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
@@ -77,6 +84,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: there is the pool alone
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the one that it stands in for
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -389,8 +397,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             per_engine_labelvalues,
             handover=handover is not None,
             pool=pool is not None,
-            mooncake_store=cls.POOL_DEFAULTS.get("store") == "mooncake",
-            nixl=cls.STYLE in ("nixl", "push"),
+            beside=cls.IN_TREE_METRICS,
         )
 
     def shutdown(self) -> None:
@@ -413,9 +420,10 @@ class FerryNixlConnector(FerryConnector):
     """For NixlConnector: prefill first, and its answer is passed on to the decode engine."""
 
     STYLE: ClassVar[Style | None] = "nixl"
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = NIXL_METRICS
 
 
-class FerryNixlPushConnector(FerryConnector):
+class FerryNixlPushConnector(FerryNixlConnector):
     """For NixlPushConnector: as above, or both engines know each other by the request's id."""
 
     STYLE: ClassVar[Style | None] = "push"
@@ -438,6 +446,7 @@ class FerryMooncakeStoreConnector(FerryPoolConnector):
     """For MooncakeStoreConnector, with its configuration and its store."""
 
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {"store": "mooncake", "save_decode_cache": False}
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = STORE_METRICS
 
 
 plugin.register()  # also where the package's entry points are not installed
