@@ -511,9 +511,10 @@ class FerryScheduler:
         self._sockets = Sockets(config.secret, config.admits)
         self._directory = Directory(self._sockets, host=config.host, port=config.port)
         self._directory.start()
-        self._renewer: Renewer | None = None
+        interval = config.lease_seconds / RENEWALS
+        self._renewer = Renewer(self._sockets, interval_seconds=interval)
         self._rendezvous = Rendezvous(config, self._sockets)
-        self.consuming = Consuming(parts, self._rendezvous)
+        self.consuming = Consuming(parts, self._rendezvous, self._renewer)
         self.producing = Producing(
             parts, self.engine_id, self._first, self._shape, self._directory.port
         )
@@ -585,10 +586,7 @@ class FerryScheduler:
         self._described = (first, ranks)
         first = self._publish()  # a reset may have come first
         self._rendezvous.introduce(first)
-        self._renewer = Renewer(
-            self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
-        )
-        self.consuming.renew_by(self._renewer)
+        self._renewer.introduce(first)
         self.consuming.described_as(read_model(first), read_shape(first))
 
     def _publish(self) -> EngineInfo:
