@@ -101,6 +101,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._prompts = Prompts.of(vllm_config)
             self._adapters = Adapters(adapter_settings(vllm_config))
         handover, pool = self._sections(vllm_config.kv_transfer_config)
+        self._parent = None if schedules else multiconnector()
+        fails = self._parent is not None and self._parent.kv_load_failure_policy == "fail"
+        meant = pool is None and names_policy(sys.argv)
+        if fails and not meant and vllm_config.parallel_config.rank == 0:
+            log.warning(  # it is not ours to change: a sibling may rely on it
+                "a request ends when its KV cache cannot be loaded, because "
+                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+            )
         if handover is not None:
             self._make_handover(handover, schedules)
         if pool is not None:
@@ -135,24 +143,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
             cut.require_whole_prompts(siblings)
-        parent, first = multiconnector(), vllm_config.parallel_config.rank == 0
-        fails = parent is not None and parent.kv_load_failure_policy == "fail"
-        if first and fails and not names_policy(sys.argv):
-            log.warning(  # it is not ours to change: a sibling may rely on it
-                "a request ends when its KV cache cannot be loaded, because "
-                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
-            )
         self.worker = FerryWorker(config, vllm_config, cache, index, siblings)
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         config = PoolConfig.read(extra, **self.POOL_DEFAULTS)
-        parent = None if schedules else multiconnector()
         if transfer.kv_load_failure_policy == "fail":
             # A block that a cache lost is computed; that is no reason to end a request. Under a
             # MultiConnector this is a copy that vLLM does not read.
             transfer.kv_load_failure_policy = "recompute"
-            if not schedules and parent is None and self.STYLE is not None:
+            if not schedules and self._parent is None and self.STYLE is not None:
                 log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
         if schedules:
             blocks, events = self._kv_cache_config.num_blocks, vllm_config.kv_events_config
@@ -165,13 +165,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 events=bool(events and events.enable_kv_cache_events),
             )
             return
-        first = vllm_config.parallel_config.rank == 0
-        if parent is not None and first and parent.kv_load_failure_policy == "fail":
-            log.warning(  # it is not ours to change: a sibling may rely on it
-                "a request ends when a block that the pool promised is gone, because "
-                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
-            )
-        alone = parent is None
+        alone = self._parent is None
         self.pool_worker = PoolWorker(config, vllm_config, self._kv_cache_config, alone=alone)
 
     @classmethod
