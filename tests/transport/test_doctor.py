@@ -75,7 +75,7 @@ def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (("--carriers", "tcp,pigeon"), "found ['tcp', 'pigeon']"),
         (("--carriers", "tcp,auto"), "found ['tcp', 'auto']"),
-        (("--host", "203.0.113.7"), "host is 203.0.113.7, and there is no secret"),
+        (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7 without a secret"),
         (("--secret-file", "/no/such/file"), "secret_file /no/such/file cannot be read"),
         (("--peer", "somewhere"), "HOST:PORT"),
     ],

@@ -41,8 +41,8 @@ from kvferry.errors import DescriptionError, KvferryError, ProtocolError, Settin
 from kvferry.handover.consumer import Mode
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.ticket import is_host
-from kvferry.net.keys import HOW_TO_MAKE_ONE, Key
-from kvferry.net.names import is_loopback, literal
+from kvferry.net.keys import Key
+from kvferry.net.names import Reach, literal
 from kvferry.units import MOST_PORT
 
 log = logging.getLogger("kvferry")
@@ -165,13 +165,8 @@ class FerryConfig:
         config = cls(**values)
         with gathering(found):
             config = replace(config, secret=_secret(given, environment))
-            if config.secret is None and config.host is not None and not is_loopback(config.host):
-                raise DescriptionError(
-                    f"host is {config.host}, and there is no secret: any process that reaches it "
-                    f"could read and write KV caches. Set secret_file ({HOW_TO_MAKE_ONE}), or "
-                    "leave host out: engines of one user on one host then find each other by "
-                    "loopback"
-                )
+            if config.host is not None:
+                Reach(config.secret is not None).require_listening(config.host)
         with gathering(found):
             require_carriers(config.carriers)
             require_options(config.carriers, config.carrier_options)
