@@ -2,6 +2,7 @@
 """Measurements of kvferry beside others, run from the repository's root:
 
     python -m benchmarks.plan       planning, beside vLLM's planner
+    python -m benchmarks.transport  carriers beside their libraries, judged
     python -m benchmarks.pool       the pool: hit rates, lookups, bandwidth
     python -m benchmarks.handover   prefill to decode between real engines
     python -m benchmarks.routing    the router's own time, real engines behind it, and a trace

@@ -21,9 +21,10 @@ import typer
 
 from benchmarks import make_command, vllm_installed
 from kvferry.bench import plan
-from kvferry.bench.plan import Case, CaseResult, Setup, prepare, timed
-from kvferry.cli.bench import plan_page, show
+from kvferry.bench.plan import BenchResult, Case, CaseResult, Setup, prepare, timed
+from kvferry.cli.bench import number, plan_page, show
 from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr, say
+from kvferry.cli.page import Page, TableSheet
 from kvferry.layout.model import CacheModel
 from kvferry.plan import Copies
 
@@ -32,6 +33,7 @@ NOT_COMPARED = {
     "token-major": "vLLM plans this as if it were head-major, and copies wrong bytes",
     "unequal-blocks": "vLLM refuses it",
 }
+SAME = {True: "yes", False: "NO", None: ""}
 app = Commands()
 
 
@@ -47,7 +49,7 @@ def main(
             say(f"vLLM is not installed here, its columns stay empty: {make_command('bench-plan')}")
         beside = partial(measure, repeats=1 if quick else REPEATS)
         result = plan.run(say, quick=quick, measure=beside if vllm_installed() else plan.measure)
-    show(result, plan_page(result), as_json, html)
+    show(result, page(result), as_json, html)
 
 
 def measure(case: Case, model: CacheModel, repeats: int) -> CaseResult:
@@ -69,6 +71,38 @@ def measure(case: Case, model: CacheModel, repeats: int) -> CaseResult:
         vllm_descriptors=len(vllm_copies),
         same_bytes_as_vllm=_canonical(copies) == _canonical(vllm_copies),
     )
+
+
+def page(result: BenchResult) -> Page:
+    """The page of `kvferry bench plan`, with the columns that were measured beside others."""
+    plain, cases = plan_page(result), result.cases
+    ours = plain.sheets[0]
+    columns = dict(zip(ours.head, zip(*ours.rows, strict=True), strict=True))
+    beside = {
+        "vLLM ms": [_told(c.vllm_ms) for c in cases],
+        "ratio": [_told(c.ratio, "x") for c in cases],
+        "strided": [_told(c.strided_ratio, "x") for c in cases],
+        "+ NIXL": [_told(c.nixl_handover_ratio, "x") for c in cases],
+        "vLLM's": [_told(c.vllm_descriptors) for c in cases],
+        "same bytes": [SAME[c.same_bytes_as_vllm] for c in cases],
+    }
+    for title, cells in beside.items():
+        if any(cells):
+            columns[title] = tuple(cell or "-" for cell in cells)
+    rows = list(zip(*columns.values(), strict=True))
+    notes, first = [*plain.notes, *(f"{c.name}: {c.note}" for c in cases if c.note)], cases[0]
+    if first.mooncake_list_ms is not None and first.mooncake_binding_ms is not None:
+        notes.append(
+            f"{first.name}, handed to Mooncake: bind {first.kvferry_ms:.3g} ms, lists "
+            f"{first.mooncake_list_ms:.3g} ms, its binding {first.mooncake_binding_ms:.3g} ms"
+        )
+    if first.nixl_ms is not None:
+        notes.append(f"{first.name}, handed to NIXL as arrays: {first.nixl_ms:.3g} ms, both ends")
+    return replace(plain, sheets=[TableSheet(ours.title, list(columns), rows)], notes=notes)
+
+
+def _told(value: float | None, unit: str = "") -> str:
+    return "" if value is None else number(value) + unit
 
 
 def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:

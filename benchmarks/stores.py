@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.bench.transport import in_turns
+from benchmarks.transport import in_turns
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import copy_runs
 from kvferry.errors import StoreError

@@ -3,6 +3,7 @@
 
     KvferryError
     ├── DescriptionError      a model, shape, interior or tensor cannot be described
+    │   └── SettingsError     all that is wrong with a configuration's keys
     ├── IncompatibleError     the two sides do not hold the same logical cache
     ├── CoverError            no choice of sources covers what the destination needs
     ├── TopologyError         a registration or a question about a remote engine is wrong
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -38,6 +40,14 @@ class KvferryError(Exception):
 
 class DescriptionError(KvferryError, ValueError):
     """A model, shape, interior or tensor cannot be described."""
+
+
+class SettingsError(DescriptionError):
+    """Keys of a configuration are wrong. `found` has a message for each mistake."""
+
+    def __init__(self, found: Sequence[str]) -> None:
+        super().__init__("; ".join(found))
+        self.found = tuple(found)
 
 
 class IncompatibleError(KvferryError):

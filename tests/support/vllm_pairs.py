@@ -37,6 +37,22 @@ def handover_parts(style: Style, config: FerryConfig | None = None, **others: An
     return HandoverParts(config or FerryConfig(), style, spans, **made)
 
 
+class AllArrived:
+    """In place of a renewer: every hold is open at its producer."""
+
+    def __init__(self) -> None:
+        self.watched: set[str] = set()
+
+    def watch(self, ticket: Any, *, early: bool = False) -> None:
+        self.watched.add(ticket.hold_id)
+
+    def drop(self, hold_id: str) -> None:
+        self.watched.discard(hold_id)
+
+    def arrived(self, hold_id: str) -> bool:
+        return True
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     return [(seed * 7919 + i * (37 + seed)) % 500 + 3 for i in range(tokens)]
 

@@ -25,14 +25,16 @@ from waiting import wait_until
 LEASE_SECONDS = 1.5
 P = Spec("p", "tp=2,block=16", lease_seconds=LEASE_SECONDS)
 D = Spec("d", "tp=1,block=16")
+ENGINE = engine_info("d", "first", D.cache_model, D.engine_shape, dict(D.meaning))
 
 
 @contextmanager
-def renewer(secret: str | None = None) -> Iterator[Renewer]:
+def renewer(secret: str | None = None, introduced: bool = True) -> Iterator[Renewer]:
     before = set(threading.enumerate())
     sockets = Sockets(secret)
-    engine = engine_info("d", "first", D.cache_model, D.engine_shape, dict(D.meaning))
-    made = Renewer(sockets, engine, interval_seconds=LEASE_SECONDS / 6, call_seconds=1.0)
+    made = Renewer(sockets, interval_seconds=LEASE_SECONDS / 6, call_seconds=1.0)
+    if introduced:
+        made.introduce(ENGINE)
     try:
         yield made
     finally:
@@ -64,6 +66,17 @@ def test_a_watched_hold_outlives_its_lease_and_expires_after_it_is_dropped() -> 
         r.drop("hold-1")
         assert r.watched == 0
         assert [[one.why for one in rank] for rank in p.closed(1)] == [["expired"]] * 2
+
+
+def test_a_ticket_that_comes_before_the_engine_is_described() -> None:
+    prompt = Prompt(1, 50)
+    with producer(P) as p, renewer(introduced=False) as r:
+        r.watch(p.ticket(prompt), early=True)
+        time.sleep(LEASE_SECONDS / 6)  # when it would be renewed
+        assert r.arrived("hold-1") is None and not p.ask("counters")[-1].get("messages")
+        p.hold(prompt)
+        r.introduce(ENGINE)
+        wait_until(lambda: r.arrived("hold-1"))
 
 
 def test_a_hold_that_comes_late_is_renewed_too_and_can_be_loaded() -> None:

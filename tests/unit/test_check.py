@@ -58,7 +58,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         "kv_connector_extra_config has ['haste', 'prot'], which kvferry does not know",
         "port must be a port from 0 to 65535, found 'x'",
         "kv_lease_duration must be a number of seconds",
-        "host is 10.0.0.1, and there is no secret",
+        "cannot listen on 10.0.0.1 without a secret",
         "",
         "model: ",
     ]

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from kvferry.bench.trial import Tried
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.cli import doctor
-from kvferry.cli.doctor import Finding, Settings
+from kvferry.cli.doctor import Finding
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import load_model, model_from_config
 from kvferry.layout.shape import EngineShape
 from kvferry.net.rpc import Sockets
 from kvferry.units import parse_link
+from kvferry.vllm.config import FerryConfig
 
 PLAN = ["plan", "--to", "tp=2", "--tokens", "64", "--from"]
 MISTAKES = [
@@ -149,9 +150,9 @@ def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     none = Finding("CUDA", "missing", "the driver shows no GPU")
     monkeypatch.setattr(doctor, "cuda", lambda: none)
     tried = {"cuda": Tried("cuda", doctor.missing("cuda"))}
-    (found,) = doctor.reachable(Settings(("cuda",)), tried)
+    (found,) = doctor.reachable(FerryConfig(carriers=("cuda",)), tried)
     assert (found.state, found.found) == ("broken", "the driver shows no GPU")
-    assert not list(doctor.reachable(Settings(), tried))
+    assert not list(doctor.reachable(FerryConfig(), tried))
 
 
 def test_a_shape_names_each_group_once() -> None:

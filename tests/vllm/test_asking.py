@@ -40,7 +40,7 @@ from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import request_digest
 from kvferry.vllm.metrics import Here
-from vllm_pairs import handover_parts, mooncake_decode, reaches
+from vllm_pairs import AllArrived, handover_parts, mooncake_decode, reaches
 
 TOKENS = 40
 SECRET = "a secret for these tests"
@@ -68,7 +68,7 @@ class Engine:
         config = config or FerryConfig()
         self.sockets, parts = Sockets(), handover_parts("mooncake", config)
         self.rendezvous = Rendezvous(config, self.sockets)
-        self.asking = Consuming(parts, self.rendezvous)
+        self.asking = Consuming(parts, self.rendezvous, AllArrived())
         self.orders, self.stats = parts.orders, parts.stats
 
     @cached_property

@@ -50,5 +50,20 @@ def test_carriers_beside_their_libraries() -> None:
         for name in ("mooncake", "nixl"):
             ratio = rows[name, op].gb_s / rows[f"raw-{name}", op].gb_s
             assert rows[name, op].of_baseline == pytest.approx(ratio)
-            assert ratio > 0.3  # of one short run; `kvferry bench transport` says how much
+            assert ratio > 0.3  # of one short run; `benchmarks.transport` says how much
         assert rows["local", op].gb_s > rows["raw-mooncake", op].gb_s
+
+
+def test_carriers_in_turns_with_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import transport
+
+    monkeypatch.setattr(transport, "LEAST_PAIRS", 2)
+    rows = [
+        row
+        for name in ("mooncake", "nixl")
+        for row in transport.paired(transport.Bench((65536,), 0.0), name)
+    ]
+    assert [(r.carrier, r.op) for r in rows] == [
+        (name, op) for name in ("mooncake", "nixl") for op in ("read", "write")
+    ]
+    assert all(r.pairs == 2 and r.library_gb_s > 0 and r.of_library > 0 for r in rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from doctors import SECRET, examine, offering
-from kvferry.cli.doctor import Finding, Host, Settings, look_at_peer
+from kvferry.cli.doctor import Finding, Host, look_at_peer
+from kvferry.vllm.config import FerryConfig
 
 LIBRARIES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 OPTIONS = {
@@ -36,7 +37,7 @@ def test_configured_and_not() -> None:
 
 def test_a_peer_that_offers_only_libraries() -> None:
     def look(**options: dict[str, object]) -> dict[str, Finding]:
-        settings = Settings(options=options, secret=SECRET)
+        settings = FerryConfig(carrier_options=options, secret=SECRET)
         found = look_at_peer(address, settings, Host.here(settings, {}))
         return {f.name: f for f in found}
 

@@ -212,7 +212,7 @@ def asked(p: Modelless, d: Modelless) -> None:
 
 
 def renewed_by(engine: Modelless) -> dict[Any, Any]:
-    return engine.ferry.consuming._renewer._engines
+    return engine.ferry.consuming.renewer._engines
 
 
 class TestAtOnce:

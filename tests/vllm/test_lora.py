@@ -31,7 +31,7 @@ from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.producing import Producing
-from vllm_pairs import handover_parts
+from vllm_pairs import AllArrived, handover_parts
 
 TOKENS = list(range(7, 47))
 NAMED = {"transfer_id": "t", "remote_engine_id": "p", "remote_bootstrap_addr": "http://h:1"}
@@ -66,7 +66,7 @@ class Engine:
         found: Any = Fake(
             find=lambda _: Fake(engine_id="p", incarnation="i", host="127.0.0.1", port=9)
         )
-        self.asking = Consuming(parts, found)
+        self.asking = Consuming(parts, found, AllArrived())
 
     def accepted(self, asked: Request) -> Request:
         """A prefill that has arrived, and its adapter's files were read."""
@@ -223,7 +223,7 @@ def test_a_decode_engine_waits_for_a_digest_no_longer_than_it_may(
     begin, asked = time.monotonic(), request(path, **params)
     decode.asking.arrived(asked)
     assert decode.asking.matched(asked, 0) == (None, False)
-    assert [t.hold_id for t in decode.asking._unwatched] == [Ticket.from_params(params).hold_id]
+    assert decode.asking.renewer.watched == {Ticket.from_params(params).hold_id}
     assert decode.matched(asked) == 0
     assert 0.2 <= time.monotonic() - begin < 2.0
     hang.set()

@@ -249,7 +249,7 @@ class TestSecret:
             ({"host": "node-1"}, "mooncake", {}),
             ({}, "nixl", variable),
         ):
-            with pytest.raises(DescriptionError, match=r"there is no secret.*openssl rand"):
+            with pytest.raises(DescriptionError, match=r"without a secret.*openssl rand"):
                 FerryConfig.read(extra, style, environment)
             secret = {**environment, "KVFERRY_SECRET": LONG}
             assert FerryConfig.read(extra, style, secret).host

@@ -63,7 +63,7 @@ from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.producing import Producing
-from vllm_pairs import handover_parts
+from vllm_pairs import AllArrived, handover_parts
 from workers import Worker
 
 ORIGINAL = 64  # tokens that the model was trained on first
@@ -335,7 +335,7 @@ class Ends:
         self.orders, self.stats = parts.orders, parts.stats
         self.offering = Producing(parts, "e", "i", (1, 1), 1234, flat=True, second=False)
         found: Any = Fake(find=lambda _: Fake(engine_id="e", incarnation="i", host="h", port=1))
-        self.asking = Consuming(parts, found)
+        self.asking = Consuming(parts, found, AllArrived())
 
 
 class TestHandover:

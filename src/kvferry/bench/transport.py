@@ -17,8 +17,8 @@ memcpy has one thread; `local` uses two for a large transfer. `missing` has the 
 not installed, and `local` if the system makes it fall back to tcp, each with the reason. A named
 carrier that cannot be measured is an error.
 
-`paired` is the overhead of carriers over their libraries, measured in pairs on one engine.
-`targets` judges the results.
+`python -m benchmarks.transport` in a checkout runs the same, and judges the carriers. Only it fills
+`paired` and `targets`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.bench.trial import child
 from kvferry.carriers.auto import make_carrier
@@ -46,9 +45,7 @@ from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.shared import batches
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
-from kvferry.units import show_bytes
 
-KIB = 1 << 10
 # In the order of their turns: a carrier next to its library.
 MOVERS = ("local", "tcp", "mooncake", "raw-mooncake", "nixl", "raw-nixl")
 SIZES = tuple(256 << (2 * step) for step in range(9))  # of descriptors: 256 B to 16 MiB
@@ -65,10 +62,6 @@ MOST_DESCRIPTORS = {
     "nixl": 1 << 15,
     "raw-nixl": 1 << 15,
 }
-# A turn takes either library about 50 ms, so that a carrier's own 0.5 ms are a hundredth of it.
-PAIR_DESCRIPTORS = {"mooncake": 1 << 10, "nixl": 1 << 14}
-PAIR_BYTES = {"mooncake": 64 << 20, "nixl": BUFFER_BYTES}
-LEAST_PAIRS, MOST_PAIRS = 61, 101
 BASELINES = {
     "local": "memcpy",
     "tcp": "socket",
@@ -82,9 +75,7 @@ LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 60.0
 QUIET = {"MC_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
 Task = Callable[[], object]
-Timed = Callable[[], float]  # runs once, and returns the seconds
 Tasks = dict[tuple[str, str], tuple[Task, int]]  # by mover and direction; the bytes that it moves
-Rates = Mapping[tuple[str, str, int], float]  # by carrier, direction and bytes of a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +89,14 @@ class CarrierResult:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedRow:
-    carrier: str
-    op: str
-    descriptor_bytes: int
-    pairs: int
-    library_gb_s: float  # the median
-    of_library: float  # median of the pairs' ratios; above 1 the carrier is faster
-    lower_quartile: float
-    upper_quartile: float
-    mode: str = "direct"  # the only mode; results of earlier versions had another
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedTarget:
-    text: str
-    wanted: float
-    found: float | None  # None: not measured in this run
-    where: str  # the worst cell
-    met: bool | None  # in all judged cells
-    judged_bytes: tuple[int, ...] = ()  # judged sizes of descriptors
-    left_out_bytes: tuple[int, ...] = ()  # other `SIZES` for which the target holds
-
-    @property
-    def verdict(self) -> str:
-        if self.found is None:
-            return "not measured"
-        return "MISSED" if not self.met else "met in part" if self.left_out_bytes else "met"
-
-
-@dataclass(frozen=True, slots=True)
 class TransportResult:
     memcpy_gb_s: float
     scatter_memcpy_gb_s: float
     socket_gb_s: float
     results: tuple[CarrierResult, ...]
     missing: dict[str, str] = field(default_factory=dict)
-    paired: tuple[PairedRow, ...] = ()
-    targets: tuple[SpeedTarget, ...] = ()
+    paired: tuple[Any, ...] = ()
+    targets: tuple[Any, ...] = ()
 
 
 def run(
@@ -149,20 +110,16 @@ def run(
             )
     with quiet_libraries():
         names, missing = _choose(carriers)
-        bench = _Bench(sizes, seconds)
+        bench = Bench(sizes, seconds)
         missing |= bench.measure(names, named=bool(carriers))
-        names = [name for name in names if name not in missing]
-        pairs = [row for name in names if name in PAIR_BYTES for row in bench.pairs(name)]
+    names = [name for name in names if name not in missing]
     nearest = min(sizes, key=lambda size: abs(size - SCATTER_BYTES))
-    results = tuple(bench.results(names))
     return TransportResult(
         memcpy_gb_s=bench.fastest("long memcpy") / GB,
         scatter_memcpy_gb_s=bench.best["memcpy", "copy", nearest] / GB,
         socket_gb_s=bench.fastest("socket") / GB,
-        results=results,
+        results=tuple(bench.results(names)),
         missing=missing,
-        paired=tuple(pairs),
-        targets=judge({(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in results}, pairs),
     )
 
 
@@ -198,7 +155,7 @@ def quiet_libraries() -> Iterator[None]:
         yield
 
 
-class _Bench:
+class Bench:
     """The best rates so far, in bytes a second, and the memory of this process."""
 
     def __init__(self, sizes: Sequence[int], seconds: float) -> None:
@@ -212,7 +169,7 @@ class _Bench:
         left_out = {}
         with ExitStack() as stack:
             receive = stack.enter_context(plain_socket(self.landing))
-            movers = {n: stack.enter_context(self._open(n)) for n in names if n not in ALONE}
+            movers = {n: stack.enter_context(self.open(n)) for n in names if n not in ALONE}
             for name, mover in list(movers.items()):
                 if detour := mover.carrier.detour_to(mover.peer):
                     why = f"it goes by tcp here, which is measured as tcp: {detour}"
@@ -221,7 +178,7 @@ class _Bench:
                     left_out[name] = why
                     del movers[name]
             for size in self.sizes:
-                copies = self._copies("copy", size, MAX_DESCRIPTORS, self.source.ctypes.data)
+                copies = self.copies("copy", size, MAX_DESCRIPTORS, self.source.ctypes.data)
                 long_copy = partial(np.copyto, self.landing, self.source)
                 tasks: Tasks = {
                     ("memcpy", "copy"): (self._memcpy(copies, size), len(copies) * size),
@@ -231,12 +188,12 @@ class _Bench:
                 }
                 rounds = self._rounds(size, tasks, LEAST_ROUNDS, self.seconds)
                 for name in set(ALONE) & set(names):
-                    with self._open(name) as mover:
+                    with self.open(name) as mover:
                         self._rounds(size, self._tasks({name: mover}, size), rounds)
         return left_out
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[Mover]:
+    def open(self, name: str) -> Iterator[Mover]:
         """A mover, and a process that owns the memory at its other end."""
         with (
             child(own, {"name": name}, WAIT_SECONDS) as offer,
@@ -266,11 +223,11 @@ class _Bench:
         tasks = {}
         for op, (name, mover) in itertools.product(OPS, movers.items()):
             most = MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS)
-            copies = self._copies(op, size, most, mover.address)
+            copies = self.copies(op, size, most, mover.address)
             tasks[name, op] = mover.prepare(op, copies), len(copies) * size
         return tasks
 
-    def _copies(self, op: str, size: int, most: int, other: int) -> Copies:
+    def copies(self, op: str, size: int, most: int, other: int) -> Copies:
         """At most so many copies, between random slots here and at the address of the other
         buffer."""
         here = self.landing.ctypes.data
@@ -305,97 +262,11 @@ class _Bench:
             ratio = rate / limit if limit else None
             yield CarrierResult(name, op, size, rate / GB, rate / size, ratio)
 
-    def pairs(self, name: str) -> Iterator[PairedRow]:
-        """The overhead of the carrier `mooncake` or `nixl` over its library.
-
-        Two engines of one library in the same two processes can differ by a factor of two,
-        depending on which threads serve which connections. So the carrier, and its library called
-        directly with the same batches, move the same copies over the *same* engine in turns:
-        library, carrier, library, ... The result is the median of the turns' ratios, with their
-        quartiles as the spread.
-        """
-        with self._open(name) as mover:
-            for size, op in itertools.product(self.sizes, OPS):
-                most = max(1, min(PAIR_DESCRIPTORS[name], PAIR_BYTES[name] // size))
-                copies = self._copies(op, size, most, mover.address)
-                ours, theirs = mover.prepare(op, copies), mover.library(op, copies)
-                ours()  # pages, connections, threads
-                theirs()
-                seconds, ratios = in_turns(
-                    partial(seconds_of, ours),
-                    partial(seconds_of, theirs),
-                    LEAST_PAIRS,
-                    MOST_PAIRS,
-                    self.seconds,
-                )
-                low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
-                rate = len(copies) * size / float(np.median(seconds)) / GB
-                yield PairedRow(name, op, size, len(ratios), rate, middle, low, high)
-
 
 def seconds_of(task: Task) -> float:
     begin = time.perf_counter()
     task()
     return time.perf_counter() - begin
-
-
-def in_turns(
-    ours: Timed, theirs: Timed, least: int, most: int = 0, seconds: float = 0.0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Their seconds, and a ratio for each turn of ours: the mean of their turns before and after
-    it, over its own. There are at least `least` turns, and up to `most` while there is time."""
-    mine: list[float] = []
-    others = [theirs()]
-    until = time.monotonic() + seconds
-    while len(mine) < least or (len(mine) < most and time.monotonic() < until):
-        mine.append(ours())
-        others.append(theirs())
-    found = np.array(others)
-    return found, (found[1:] + found[:-1]) / 2 / np.array(mine)
-
-
-# Targets: a carrier, how many times as fast as another mover, and from and to which size
-BESIDE = (
-    ("local", 2.0, "raw-nixl", 4 * KIB, 64 * KIB),
-    ("local", 5.0, "raw-mooncake", 4 * KIB, 16 * KIB),
-    ("tcp", 3.0, "raw-mooncake", 256, 16 * KIB),
-    ("tcp", 1.3, "raw-mooncake", 64 * KIB, 64 * KIB),
-    ("tcp", 1.0, "raw-mooncake", 256 * KIB, 16 * KIB * KIB),
-)
-OF_THE_LIBRARY = 0.95
-
-
-def judge(rates: Rates, pairs: Sequence[PairedRow]) -> tuple[SpeedTarget, ...]:
-    """Judge all targets by their worst cells."""
-    found = []
-    for carrier, times, than, first, last in BESIDE:
-        cells = {
-            (op, size): rate / rates[than, op, size]
-            for (name, op, size), rate in rates.items()
-            if name == carrier and first <= size <= last and (than, op, size) in rates
-        }
-        bounds = " to ".join(show_bytes(size) for size in dict.fromkeys((first, last)))
-        text = f"{carrier} at least {times:g} x {than}, {bounds}"
-        found.append(_target(text, times, cells, [s for s in SIZES if first <= s <= last]))
-    for carrier in PAIR_BYTES:
-        cells = {(r.op, r.descriptor_bytes): r.of_library for r in pairs if r.carrier == carrier}
-        text = f"{carrier} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
-        found.append(_target(text, OF_THE_LIBRARY, cells, SIZES))
-    return tuple(found)
-
-
-def _target(
-    text: str, wanted: float, cells: Mapping[tuple[str, int], float], sizes: Sequence[int]
-) -> SpeedTarget:
-    """`cells` has ratios by direction and size, `sizes` the sizes for which the target holds."""
-    if not cells:
-        return SpeedTarget(text, wanted, None, "", None, (), tuple(sizes))
-    op, size = worst = min(cells, key=lambda cell: cells[cell])
-    judged = tuple(sorted({size for _, size in cells}))
-    left_out = tuple(size for size in sizes if size not in judged)
-    met = cells[worst] >= wanted
-    where = f"{op} {show_bytes(size)}"
-    return SpeedTarget(text, wanted, cells[worst], where, met, judged, left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,24 +87,19 @@ def show(
 
 
 def plan_page(result: BenchResult) -> Page:
-    """The cases, and the cost by number of blocks. Columns that were not measured are left out."""
-    cases = result.cases
-    same = {True: "yes", False: "NO", None: "-"}
-    columns = {
-        "case": [c.name for c in cases],
-        "arrays ms": [_number(c.kvferry_ms) for c in cases],
-        "strided ms": [_number(c.strided_ms) for c in cases],
-        "vLLM ms": [_number(c.vllm_ms) for c in cases],
-        "ratio": [_number(c.ratio, "x") for c in cases],
-        "strided": [_number(c.strided_ratio, "x") for c in cases],
-        "+ NIXL": [_number(c.nixl_handover_ratio, "x") for c in cases],
-        "descriptors": [f"{c.descriptors:,}" for c in cases],
-        "vLLM's": ["-" if c.vllm_descriptors is None else f"{c.vllm_descriptors:,}" for c in cases],
-        "entries": [f"{c.strided_entries:,}" for c in cases],
-        "ns each": [_number(c.ns_per_descriptor) for c in cases],
-        "same bytes": [same[c.same_bytes_as_vllm] for c in cases],
-    }
-    shown = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    """The cases, and the cost by number of blocks."""
+    rows = [
+        [
+            case.name,
+            number(case.kvferry_ms),
+            number(case.strided_ms),
+            f"{case.descriptors:,}",
+            f"{case.strided_entries:,}",
+            number(case.ns_per_descriptor),
+        ]
+        for case in result.cases
+    ]
+    head = ["case", "arrays ms", "strided ms", "descriptors", "entries", "ns each"]
     curves = [
         Curve("arrays", "#0072b2", [(blocks, ms) for blocks, ms, _ in result.curve]),
         Curve("strided runs", "#d55e00", [(blocks, ms) for blocks, _, ms in result.curve]),
@@ -116,37 +111,20 @@ def plan_page(result: BenchResult) -> Page:
         "kvferry bench plan",
         "Planning",
         "80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.",
-        [TableSheet("Cases", list(shown), list(zip(*shown.values(), strict=True)))],
-        _plan_notes(result),
+        [TableSheet("Cases", head, rows)],
+        [
+            f"{result.cases[0].name}: memory while binding "
+            f"{result.cases[0].peak_bytes_per_descriptor:.1f} bytes a descriptor (three integers "
+            "are 24)",
+            f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
+            f"{result.all_plans_ms:.1f} ms",
+        ],
         [("Cost by number of blocks", cost)],
     )
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"
-
-
-def _plan_notes(result: BenchResult) -> list[str]:
-    notes = [f"{c.name}: {c.note}" for c in result.cases if c.note]
-    first = result.cases[0]
-    notes.append(
-        f"{first.name}: memory while binding {first.peak_bytes_per_descriptor:.1f} bytes a "
-        "descriptor (three integers are 24)"
-    )
-    if first.mooncake_list_ms is not None and first.mooncake_binding_ms is not None:
-        notes.append(
-            f"{first.name}, handed to Mooncake: bind {first.kvferry_ms:.3g} ms, lists "
-            f"{first.mooncake_list_ms:.3g} ms, its binding {first.mooncake_binding_ms:.3g} ms"
-        )
-    if first.nixl_ms is not None:
-        notes.append(f"{first.name}, handed to NIXL as arrays: {first.nixl_ms:.3g} ms, both ends")
-    notes.append(
-        f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
-        f"{result.all_plans_ms:.1f} ms"
-    )
-    return notes
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def transport_page(result: TransportResult) -> Page:
@@ -177,20 +155,6 @@ def transport_page(result: TransportResult) -> Page:
             ],
         ),
     ]
-    if result.paired:
-        rows = [
-            [
-                row.carrier,
-                row.op,
-                show_bytes(row.descriptor_bytes),
-                str(row.pairs),
-                f"{row.of_library:.2f}",
-                f"{row.lower_quartile:.2f} to {row.upper_quartile:.2f}",
-            ]
-            for row in result.paired
-        ]
-        head = ["carrier", "op", "descriptor", "pairs", "median", "quartiles"]
-        sheets.append(TableSheet("Of its library, on one engine", head, rows))
     return Page(
         "kvferry bench transport",
         "Carriers, beside their libraries",
@@ -198,20 +162,9 @@ def transport_page(result: TransportResult) -> Page:
         "all take turns. raw-mooncake and raw-nixl are the libraries called directly, with the "
         "same batches. Dashed: limits of this machine in the same run.",
         sheets,
-        _transport_notes(result),
+        [f"not measured: {name}: {why}" for name, why in result.missing.items()],
         _transport_plots(result),
     )
-
-
-def _transport_notes(result: TransportResult) -> list[str]:
-    notes = [f"not measured: {name}: {why}" for name, why in result.missing.items()]
-    for target in result.targets:
-        line = f"{target.verdict:13}{target.text}"
-        if target.found is not None:
-            sizes = ", ".join(show_bytes(size) for size in target.judged_bytes)
-            line += f": {target.found:.2f} at worst ({target.where}); judged at {sizes}"
-        notes.append(line)
-    return notes
 
 
 def _transport_plots(result: TransportResult) -> list[tuple[str, str]]:

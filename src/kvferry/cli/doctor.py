@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -50,18 +50,16 @@ from kvferry.carriers.auto import (
     LIBRARIES,
     connect,
     fastest_first,
-    require_carriers,
-    require_options,
     select,
 )
 from kvferry.carriers.cuda.driver import device_count, driver, gpu_links
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
 from kvferry.errors import DescriptionError, KvferryError, install_command
-from kvferry.net.keys import Key
 from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
+from kvferry.vllm.config import FerryConfig
 
 State = Literal["ok", "missing", "broken", "info"]
 
@@ -111,41 +109,35 @@ class Finding:
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The configuration of engines here, by the keys of `kv_connector_extra_config`."""
+def read_settings(
+    carriers: str, options: str, host: str | None, secret_file: Path | None
+) -> FerryConfig:
+    """The command line as engines read their keys. Raises what an engine would refuse."""
+    try:
+        found = json.loads(options or "{}")
+    except ValueError as error:
+        said = f"--options is JSON, as carrier_options are: {error}; found {options!r}"
+        raise DescriptionError(said) from None
+    given = {
+        "carriers": carriers.replace(",", " ").split() or None,
+        "carrier_options": found,
+        "host": host or None,
+        "secret_file": str(secret_file) if secret_file is not None else None,
+    }
+    return FerryConfig.read(given)
 
-    carriers: tuple[str, ...] = (AUTO,)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    host: str | None = None  # None: loopback, as for engines
-    secret: str | None = field(default=None, repr=False)
 
-    @classmethod
-    def read(cls, carriers: str, options: str, host: str | None, secret: str | None) -> Settings:
-        """Read the command line. Raises `DescriptionError` for what an engine would refuse."""
-        names = tuple(carriers.replace(",", " ").split()) or (AUTO,)
-        try:
-            found = json.loads(options or "{}")
-        except ValueError as error:
-            said = f"--options is JSON, as carrier_options are: {error}; found {options!r}"
-            raise DescriptionError(said) from None
-        require_carriers(names)
-        require_options(names, found)
-        if secret is not None:
-            secret = secret.strip()  # an editor or a shell may have added a newline
-            Key.of(secret)
-        return cls(names, found, host or None, secret)
+def named(settings: FerryConfig, carrier: str) -> bool:
+    """Whether the operator named this carrier, so that it must work."""
+    return carrier in settings.carriers or carrier in settings.carrier_options
 
-    def names(self, carrier: str) -> bool:
-        """Whether the operator named this carrier, so that it must work."""
-        return carrier in self.carriers or carrier in self.options
 
-    def opening(self, carrier: str) -> dict[str, Any]:
-        """The arguments with which an engine here makes that carrier."""
-        common: dict[str, Any] = {"secret": self.secret, "host": self.host or LOCALHOST}
-        if carrier == "cuda":
-            common["triton"] = False  # a try should not wait for the compiler
-        return common | dict(self.options.get(carrier, {}))
+def opening(settings: FerryConfig, carrier: str) -> dict[str, Any]:
+    """The arguments with which an engine here makes that carrier."""
+    common: dict[str, Any] = {"secret": settings.secret, "host": settings.host or LOCALHOST}
+    if carrier == "cuda":
+        common["triton"] = False  # a try should not wait for the compiler
+    return common | dict(settings.carrier_options.get(carrier, {}))
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -162,7 +154,7 @@ class Host(msgspec.Struct, frozen=True):
     tried: dict[str, Tried]
 
     @classmethod
-    def here(cls, settings: Settings, tried: dict[str, Tried]) -> Host:
+    def here(cls, settings: FerryConfig, tried: dict[str, Tried]) -> Host:
         return cls(
             name=socket.gethostname(),
             boot=read_text(Path("/proc/sys/kernel/random/boot_id")),
@@ -171,7 +163,7 @@ class Host(msgspec.Struct, frozen=True):
             protocol=VERSION,
             gpu=cuda().state == "ok",
             carriers=list(settings.carriers),
-            configured=list(settings.options),
+            configured=list(settings.carrier_options),
             tried=tried,
         )
 
@@ -197,7 +189,7 @@ class Host(msgspec.Struct, frozen=True):
 
 
 def doctor(
-    settings: Settings, peer: str | None, reports: tuple[str, str] | None, as_json: bool
+    settings: FerryConfig, peer: str | None, reports: tuple[str, str] | None, as_json: bool
 ) -> int:
     """Print a table of findings, or JSON with this host's facts. Returns the exit status."""
     directory, _, port = (peer or "").rpartition(":")
@@ -323,7 +315,7 @@ def read_text(path: Path) -> str:
 # Permitted
 
 
-def permitted(settings: Settings) -> Iterator[Finding]:
+def permitted(settings: FerryConfig) -> Iterator[Finding]:
     scope = read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
     yield Finding("ptrace scope", "info", scope or "no Yama: nothing restricted")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -353,12 +345,12 @@ def permitted(settings: Settings) -> Iterator[Finding]:
 # Reachable
 
 
-def try_host(settings: Settings) -> dict[str, Tried]:
+def try_host(settings: FerryConfig) -> dict[str, Tried]:
     """Try every carrier, with the options that an engine here would give it."""
 
     def attempt(name: str) -> Tried:
         why = missing(name)
-        return Tried(name, why) if why else try_here(name, settings.opening(name))
+        return Tried(name, why) if why else try_here(name, opening(settings, name))
 
     with ThreadPoolExecutor(len(ADVICE)) as pool:
         return {tried.name: tried for tried in pool.map(attempt, ADVICE)}
@@ -373,12 +365,11 @@ def missing(name: str) -> str:
     return cuda().found if name == "cuda" and cuda().state != "ok" else ""
 
 
-def reachable(settings: Settings, tried: Mapping[str, Tried]) -> Iterator[Finding]:
+def reachable(settings: FerryConfig, tried: Mapping[str, Tried]) -> Iterator[Finding]:
     for name, one in tried.items():
-        named = settings.names(name)
-        if named or not missing(name):  # `installed` reports what is missing
-            must = named or name == "tcp"
-            yield _reached(name, one, must, "1 MiB read and compared")
+        must = named(settings, name)
+        if must or not missing(name):  # `installed` reports what is missing
+            yield _reached(name, one, must or name == "tcp", "1 MiB read and compared")
 
 
 def _reached(what: str, tried: Tried, must: bool, good: str) -> Finding:
@@ -419,11 +410,11 @@ def for_each_memory(here: Host, there: Host, names: str = "") -> Iterator[Findin
         )
     elif here.pid_namespace != there.pid_namespace:
         advice = "containers must share their namespaces: --pid=host for local, --ipc=host for cuda"
-    named = "cuda" in (*here.carriers, *there.carriers)
-    if not named:
+    on_gpus = "cuda" in (*here.carriers, *there.carriers)
+    if not on_gpus:
         reach = {name: _way(name, here, there, gpu=False) for name in here.tried}
         yield choose(names + "host memory", here, False, reach, advice)
-    if named or (here.gpu and there.gpu):
+    if on_gpus or (here.gpu and there.gpu):
         reach = {name: _way(name, here, there, gpu=True) for name in here.tried}
         yield choose(names + "caches on GPUs", here, True, reach, advice)
 
@@ -495,7 +486,7 @@ def options_of(name: str, flavour: str) -> dict[str, Any]:
 # A running engine
 
 
-def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Finding]:
+def look_at_peer(address: str, settings: FerryConfig, host: Host) -> Iterator[Finding]:
     """Findings about the directory, every carrier, and the chosen carrier for each rank."""
     try:
         seen = _ask_directory(address, settings.secret)
@@ -519,7 +510,7 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
         tries = pool.map(partial(_try_ranks, ranks, replace(settings, host=own)), names)
         tried = dict(zip(names, tries, strict=True))
     for name, by_rank in tried.items():
-        first, must = next(iter(by_rank.values())), settings.names(name)
+        first, must = next(iter(by_rank.values())), named(settings, name)
         if first.why_not and {one.why_not for one in by_rank.values()} == {first.why_not}:
             yield _reached(f"{name}, all ranks", first, must, "")
             continue
@@ -535,14 +526,14 @@ def look_at_peer(address: str, settings: Settings, host: Host) -> Iterator[Findi
         yield replace(found, found=said)
 
 
-def _try_ranks(ranks: Mapping[str, SeenRank], settings: Settings, name: str) -> dict[str, Tried]:
+def _try_ranks(ranks: Mapping[str, SeenRank], settings: FerryConfig, name: str) -> dict[str, Tried]:
     """Try a carrier with all ranks that offer it. Without options, a library uses the peer's."""
     endpoints = {where: r.carriers[name] for where, r in ranks.items() if name in r.carriers}
-    options = settings.opening(name)
+    options = opening(settings, name)
     try:
         if why := missing(name):
             raise KvferryError(why)
-        if name in LIBRARIES and name not in settings.options:
+        if name in LIBRARIES and name not in settings.carrier_options:
             first = LibraryEndpoint.decode(next(iter(endpoints.values())), name)
             options |= options_of(name, first.flavour)
     except KvferryError as error:

@@ -6,7 +6,6 @@ Commands that load much import it when they run.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,6 @@ from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
 from kvferry.cli.simulate import simulate
 from kvferry.cli.verify import verify
-from kvferry.errors import DescriptionError
 
 app = Commands(
     help="Moves and shares KV caches between LLM engines of any shape.", no_args_is_help=True
@@ -64,17 +62,10 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Show what is installed, permitted and reachable, with advice for what is missing."""
-    from kvferry.cli.doctor import Settings
     from kvferry.cli.doctor import doctor as examine
+    from kvferry.cli.doctor import read_settings
 
     with refusals():
-        try:
-            secret = secret_file.read_text("utf-8") if secret_file else None
-        except (OSError, UnicodeDecodeError) as error:
-            said = f"{secret_file} cannot be read as text in UTF-8: {error}"
-            raise DescriptionError(said) from None
-        if secret_file is None:  # an empty variable counts as unset, an empty file does not
-            secret = os.environ.get("KVFERRY_SECRET") or None
-        settings = Settings.read(carriers, options, host, secret)
+        settings = read_settings(carriers, options, host, secret_file)
         status = examine(settings, peer, between, as_json)
     raise typer.Exit(status)

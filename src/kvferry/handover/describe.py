@@ -2,7 +2,8 @@
 """Turns models, shapes and layouts into messages of the handshake, and back.
 
 The structs of `net.messages` are plain values from a peer that may send anything. Reading them runs
-the same checks as a description made by hand, and limits the time and memory of planning.
+the same checks as a description made by hand, and limits the time and memory of planning. Groups of
+a model are checked when their message is decoded.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import DescriptionError, IncompatibleError, ProtocolError
-from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Part, Placement, RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank, Span
 from kvferry.net.messages import (
     MOST_RANKS,
-    ComponentInfo,
     EngineInfo,
-    GroupInfo,
     PartInfo,
     PlacementInfo,
     RankInfo,
@@ -48,35 +47,15 @@ def engine_info(
     shape: EngineShape,
     meaning: Mapping[str, str],
 ) -> EngineInfo:
-    groups = [
-        _info(
-            GroupInfo,
-            group,
-            layers=list(group.layers),
-            components=[_info(ComponentInfo, component) for component in group.components],
-            residency=(group.residency.kind, group.residency.span),
-        )
-        for group in model.groups
-    ]
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(shape))  # as plain values
     return EngineInfo(
-        engine_id, incarnation, model.name, groups, model.total_layers, plain, dict(meaning)
+        engine_id, incarnation, model.name, model.groups, model.total_layers, plain, dict(meaning)
     )
 
 
 def read_model(info: EngineInfo) -> CacheModel:
     try:
-        groups = tuple(
-            _made(
-                Group,
-                group,
-                layers=tuple(group.layers),
-                components=tuple(_made(Component, component) for component in group.components),
-                residency=Residency(*group.residency),
-            )
-            for group in info.groups
-        )
-        return CacheModel(info.model, groups, info.total_layers)
+        return CacheModel(info.model, info.groups, info.total_layers)
     except DescriptionError as error:
         raise ProtocolError(
             f"engine {info.engine_id!r} describes no possible model: {error}"

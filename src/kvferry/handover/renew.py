@@ -99,13 +99,12 @@ class Renewer:
     def __init__(
         self,
         sockets: Sockets,
-        engine: EngineInfo,
         *,
         interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
         call_seconds: float = CALL_SECONDS,
     ) -> None:
         self._caller = Caller(sockets)
-        self._hello = Hello(VERSION, engine)
+        self._hello: Hello | None = None
         self._interval_seconds, self._call_seconds = interval_seconds, call_seconds
         self._engines: dict[PeerKey, _Engine] = {}
         self._of_hold: dict[str, PeerKey] = {}
@@ -114,6 +113,12 @@ class Renewer:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvferry-renewer", daemon=True)
         self._thread.start()
+
+    def introduce(self, engine: EngineInfo) -> None:
+        """This engine's description, for directories. Until it is there, none is asked."""
+        with self._condition:
+            self._hello = Hello(VERSION, engine)
+            self._condition.notify()
 
     def watch(self, ticket: Ticket, *, early: bool = False) -> None:
         """Keep a ticket's hold open from now on. `early`: it may not have arrived."""
@@ -184,6 +189,8 @@ class Renewer:
                 self._caller.call(address, body, until).add_done_callback(told)
 
     def _next(self) -> float:
+        if self._hello is None:
+            return math.inf
         return min((self._due(*one) for one in self._engines.items()), default=math.inf)
 
     def _due(self, key: PeerKey, engine: _Engine) -> float:
@@ -205,6 +212,7 @@ class Renewer:
             for rank, holds in asked:
                 body = Renew(VERSION, rank.incarnation, holds)
                 questions.append((rank.address, body, partial(self._renewed, key, engine, rank)))
+        assert self._hello is not None
         unknown = {key: engine for key, engine in due.items() if not engine.ranks}
         for directory in _in_turn(unknown)[: MOST_HELLOS - len(self._asking)]:
             self._asking.add(directory)

@@ -9,6 +9,9 @@ state, an SSM state. Logically it is an array
 An entry is a token, a group of tokens, or a whole state. Tensor parallelism cuts between units:
 heads, channels, or groups of channels. It never cuts inside the dims of one unit. All engines that
 serve a model have the same logical array; an engine's shape says which rank holds which part.
+
+Components and groups are also what engines tell each other of their models. So their fields have
+bounds, which decoding checks: several times what real models need.
 """
 
 from __future__ import annotations
@@ -17,16 +20,23 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from kvferry.errors import DescriptionError, IncompatibleError
 
 ResidencyKind = Literal["full", "window", "chunk", "ring", "state"]
 Sharding = Literal["split", "replicated"]
+Name = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+Dims = Annotated[tuple[Count, ...], Meta(max_length=16)]
+MOST_LAYERS = 4096  # of one group
+Layers = Annotated[tuple[Count, ...], Meta(max_length=MOST_LAYERS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Residency:
+class Residency(msgspec.Struct, frozen=True, array_like=True):
     """Which tokens of a sequence the next step still reads, and so a group must still hold.
 
     full    every token
@@ -37,7 +47,7 @@ class Residency:
     """
 
     kind: ResidencyKind = "full"
-    span: int = 0
+    span: Count = 0
 
     def __post_init__(self) -> None:
         spanned = self.kind in ("window", "chunk", "ring")
@@ -64,12 +74,12 @@ class Residency:
 class Component:
     """One stored thing of one layer, over all ranks of the engine."""
 
-    name: str
-    units: int  # heads, channels or groups in the whole model
-    dims: tuple[int, ...]  # elements inside one unit, outermost first
-    element_bytes: int
+    name: Name
+    units: Count  # heads, channels or groups in the whole model
+    dims: Dims  # elements inside one unit, outermost first
+    element_bytes: Count
     sharding: Sharding = "split"
-    content: str = ""  # number format ("bf16", "fp8_e4m3"): compared, never converted
+    content: Name = ""  # number format ("bf16", "fp8_e4m3"): compared, never converted
 
     def __post_init__(self) -> None:
         if self.units < 1 or not self.dims or min(self.dims) < 1:
@@ -96,12 +106,12 @@ class Group:
     target's. `layers` are ordinals in ascending order.
     """
 
-    name: str
-    layers: tuple[int, ...]
-    components: tuple[Component, ...]
+    name: Name
+    layers: Layers
+    components: Annotated[tuple[Component, ...], Meta(max_length=64)]
     residency: Residency = field(default_factory=Residency)
-    role: str = "target"
-    tokens_per_entry: int = 1  # tokens that one stored entry stands for
+    role: Name = "target"
+    tokens_per_entry: Count = 1  # tokens that one stored entry stands for
     partial_entries: bool = False  # whether an entry is stored before all its tokens are computed
     context_parallel: bool = True  # whether dcp cuts this group's tokens
 
@@ -205,8 +215,8 @@ class CacheModel:
     def fingerprint(self) -> str:
         """Digest of the cache format. The name is left out: the caller compares the weights."""
         groups = [asdict(g) for g in sorted(self.groups, key=lambda g: g.name)]
-        told = [self.num_layers, groups]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+        told = json.dumps([self.num_layers, groups], sort_keys=True, default=msgspec.structs.asdict)
+        return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 def require_same_cache(

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ProtocolError
+from kvferry.layout.model import MOST_LAYERS, Count, Group
 
 VERSION = 2
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
@@ -40,7 +41,6 @@ MAX_SMALL_REPLY_BYTES = 8 << 20  # of all replies but a directory's: 2^20 block 
 MOST_RANKS = 1024  # of one engine
 MAX_READERS = MOST_RANKS
 MOST_GROUPS = 1024  # also of tables and parts; vLLM makes about ten, at most one for each layer
-MOST_LAYERS = 4096  # of one group
 MOST_REGIONS = 16_384  # of one rank; two for each layer if K and V are apart
 MOST_IDS = 1 << 20  # of one table: 2^24 tokens in blocks of 16
 MOST_OFFERED_IDS = 1 << 17  # in all tables of one offer; the consumer reads larger requests
@@ -64,11 +64,8 @@ Reason = Literal[
     "unable",  # the producer cannot write to this consumer: the consumer must read
     "transfer",  # a write failed
 ]
-ResidencyName = Literal["full", "window", "chunk", "ring", "state"]
-ShardingName = Literal["split", "replicated"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]  # an id, a digest, an address, a name
 LongText = Annotated[str, msgspec.Meta(max_length=4096)]  # a path, the value of a setting
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Some = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]  # more bytes than processors address
 Dims = Annotated[tuple[Some, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -140,33 +137,13 @@ class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     sums: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ("xxh3",)
 
 
-class ComponentInfo(msgspec.Struct, frozen=True):
-    name: Text
-    units: Count
-    dims: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
-    element_bytes: Count
-    sharding: ShardingName
-    content: Text
-
-
-class GroupInfo(msgspec.Struct, frozen=True):
-    name: Text
-    layers: Layers
-    components: Annotated[list[ComponentInfo], msgspec.Meta(max_length=64)]
-    residency: tuple[ResidencyName, Count]
-    role: Text
-    tokens_per_entry: Count
-    partial_entries: bool
-    context_parallel: bool
-
-
 class EngineInfo(msgspec.Struct, frozen=True):
     """How an engine describes itself at the handshake."""
 
     engine_id: Text
     incarnation: Text
     model: LongText
-    groups: Annotated[list[GroupInfo], msgspec.Meta(max_length=MOST_GROUPS)]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MOST_GROUPS)]
     total_layers: Count
     shape: Shape
     # other settings that must be equal, or the bytes would mean something else

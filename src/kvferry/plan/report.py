@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.layout.model import CacheModel
@@ -201,5 +202,9 @@ def digest(plan: EdgePlan) -> str:
     values = asdict(plan)
     for piece in values["pieces"]:
         del piece["_templates"]  # made as requests need them
-    text = json.dumps(values, sort_keys=True, default=np.ndarray.tolist)
+    text = json.dumps(values, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else msgspec.structs.asdict(value)

@@ -353,7 +353,12 @@ class AddressSpace:
 
 
 def build_model(model: ModelDict, side: SideDict) -> CacheModel:
-    return msgspec.convert(model, CacheModel).without(*side["absent_roles"])
+    groups = [
+        {**group, "residency": (group["residency"]["kind"], group["residency"]["span"])}
+        for group in model["groups"]
+    ]
+    whole = msgspec.convert({**model, "groups": groups}, CacheModel)
+    return whole.without(*side["absent_roles"])
 
 
 def build_shape(side: SideDict) -> EngineShape:

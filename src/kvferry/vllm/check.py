@@ -3,23 +3,21 @@
 
 `kvferry check` calls `refusals` without vLLM. Inside vLLM, the plugin calls `require_settings` when
 vLLM looks up the connector's class, which it does first when it makes its configuration. The rules
-are those of `FerryConfig` and `PoolConfig`; this module applies them to one key after the other, so
-that the operator sees all mistakes at once.
+are those of `FerryConfig` and `PoolConfig`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.errors import DescriptionError, KvferryError
+from kvferry.errors import DescriptionError
 from kvferry.vllm import STAND_INS
-from kvferry.vllm.config import FerryConfig, Style, rules, told
-from kvferry.vllm.pool.config import PoolConfig
+from kvferry.vllm.config import REMOVED_KEYS, FerryConfig, Style, gathering, rules
+from kvferry.vllm.pool.config import MOONCAKE_ONLY, PoolConfig
 
 log = logging.getLogger("kvferry")
 
@@ -167,83 +165,29 @@ def _children(extra: Mapping[str, Any]) -> list[str]:
 
 def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> list[str]:
     """What is wrong with the keys of one connector. `stores`: import its store, too."""
+    found: list[str] = []
     try:
         handover, pool = sections(kind.style, extra)
     except DescriptionError as error:
         return [str(error)]
-    found: list[str] = []
     if handover is not None:
-        style = kind.style or "ferry"
-
-        def read_handover(keys: Mapping[str, Any], environment: Mapping[str, str]) -> object:
-            return FerryConfig.read(keys, style, environment)
-
-        found += _half(FerryConfig, handover, read_handover)
-        parts = ("carriers", "carrier_options")
-        alone: dict[str, Any] = {key: handover[key] for key in parts if key in handover}
-        with _quiet():  # together with a host, the missing secret may have been all that was said
-            found += [one for one in _half(FerryConfig, alone, read_handover) if one not in found]
+        with gathering(found):
+            FerryConfig.read(handover, kind.style or "ferry")
     if pool is not None:
-
-        def read_pool(keys: Mapping[str, Any], environment: Mapping[str, str]) -> object:
-            config = PoolConfig.read(keys, **kind.pool_defaults)
-            own = ":" in config.store
-            if environment and (stores or not own):
+        known = {*rules(PoolConfig), *MOONCAKE_ONLY, *REMOVED_KEYS}
+        if unknown := dict.fromkeys(pool.keys() - known):
+            with gathering(found):
+                PoolConfig.read(unknown)
+        with gathering(found):
+            good = {key: value for key, value in pool.items() if key in known}
+            config = PoolConfig.read(good, **kind.pool_defaults)
+            if stores or ":" not in config.store:
                 config.opener()  # opens nothing yet
-            if environment and stores and config.store == "mooncake":
+            if stores and config.store == "mooncake":
                 from kvferry.pool.mooncake import MooncakeStoreConfig
 
                 MooncakeStoreConfig.load_from_env()
-            return config
-
-        found += _half(PoolConfig, pool, read_pool)
     return found
-
-
-def _half(
-    settings: type,
-    extra: Mapping[str, Any],
-    read: Callable[[Mapping[str, Any], Mapping[str, str]], object],
-) -> list[str]:
-    """First each key alone, then what is good of them together, as an engine reads them."""
-    found: list[str] = []
-
-    def refused(keys: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-        try:
-            read(keys, environment)
-        except KvferryError as error:
-            found.append(str(error))
-            return True
-        return False
-
-    with _quiet():
-        unknown = [key for key in extra if _refuses(read, {key: None})]
-    if unknown:
-        with _quiet():
-            refused(dict.fromkeys(unknown), {})
-    good = {key: value for key, value in extra.items() if key not in unknown}
-    by = rules(settings)
-    for key, value in told(good).items():
-        if key in by:
-            try:
-                by[key].read(key, value)
-            except DescriptionError as error:
-                found.append(str(error))
-                del good[key]
-        elif key != "secret_file":  # a key of vLLM's own connector
-            with _quiet():
-                if refused({key: value}, {}):
-                    del good[key]
-    refused(good, os.environ)
-    return found
-
-
-def _refuses(read: Callable[[Mapping[str, Any], Mapping[str, str]], object], keys: Any) -> bool:
-    try:
-        read(keys, {})
-    except KvferryError:
-        return True
-    return False
 
 
 @contextmanager

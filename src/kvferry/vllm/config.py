@@ -8,7 +8,8 @@
 `read_keys` checks parsed JSON against these rules. A text never counts as a number or a flag:
 "false" would count as true, and "64" would end the first request instead of the start. null means
 that the key is not given. A value that breaks its rule is a `DescriptionError` with the key, the
-expected value and the found one. A field without a rule cannot be read.
+expected value and the found one. A field without a rule cannot be read. All mistakes of a
+configuration are named at once (`gathering`).
 
 Keys of earlier versions (`REMOVED_KEYS`) are accepted. A log line says what became of each.
 
@@ -19,11 +20,11 @@ A key that would change results (to switch a handshake check off) is refused.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
@@ -36,12 +37,12 @@ from msgspec import Meta
 
 from kvferry import SUPPORTED_VLLM
 from kvferry.carriers.auto import CARRIERS, require_carriers, require_options
-from kvferry.errors import DescriptionError, KvferryError, ProtocolError
+from kvferry.errors import DescriptionError, KvferryError, ProtocolError, SettingsError
 from kvferry.handover.consumer import Mode
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.ticket import is_host
-from kvferry.net.keys import HOW_TO_MAKE_ONE, Key
-from kvferry.net.names import is_loopback, literal
+from kvferry.net.keys import Key
+from kvferry.net.names import Reach, literal
 from kvferry.units import MOST_PORT
 
 log = logging.getLogger("kvferry")
@@ -149,38 +150,35 @@ class FerryConfig:
     ) -> FerryConfig:
         """`rank` is the data-parallel rank: each is an engine and has its own port."""
         environment = os.environ if environment is None else environment
-        names = set(rules(cls))
-        in_tree = IN_TREE[style]
+        names, in_tree, found = rules(cls).keys(), IN_TREE[style], list[str]()
         known = names | {"secret_file"} | in_tree.keys.keys() | in_tree.options.keys()
         extra = without_removed(extra)
-        unknown = sorted(set(extra) - known)
-        if unknown:
-            raise DescriptionError(
+        if unknown := sorted(extra.keys() - known):
+            found.append(
                 f"kv_connector_extra_config has {unknown}, which kvferry does not know; it knows "
                 f"{sorted(known)}"
             )
         given = told(extra)
-        values = _translated(given, style, environment)
-        values |= read_keys(cls, {k: v for k, v in given.items() if k in names and k != "secret"})
-        values |= _library(given, in_tree)
-        values["secret"] = _secret(given, environment)
+        own = good_keys(cls, {k: given[k] for k in given if k in names and k != "secret"}, found)
+        values = _translated(given, style, environment, found) | own
+        values |= _library(given, own, in_tree, found)
         config = cls(**values)
-        if config.secret is None and config.host is not None and not is_loopback(config.host):
-            raise DescriptionError(
-                f"host is {config.host}, and there is no secret: any process that reaches it could "
-                f"read and write KV caches. Set secret_file ({HOW_TO_MAKE_ONE}), or leave "
-                "host out: engines of one user on one host then find each other by loopback"
-            )
-        require_carriers(config.carriers)
-        if unknown := sorted(set(config.optional_carriers) - set(CARRIERS)):
-            raise DescriptionError(
-                f"optional_carriers must be some of {', '.join(CARRIERS)}, found {unknown}"
-            )
-        require_options(config.carriers, config.carrier_options)
-        if not config.port:
-            return config
-        sum_of = f"port {config.port} + data-parallel rank {rank}"
-        return replace(config, port=PORT.read(sum_of, config.port + rank))
+        with gathering(found):
+            config = replace(config, secret=_secret(given, environment))
+            if config.host is not None:
+                Reach(config.secret is not None).require_listening(config.host)
+        with gathering(found):
+            require_carriers(config.carriers)
+            require_options(config.carriers, config.carrier_options)
+        if others := sorted(set(config.optional_carriers) - set(CARRIERS)):
+            found.append(f"optional_carriers must be some of {', '.join(CARRIERS)}, found {others}")
+        if config.port:
+            sum_of = f"port {config.port} + data-parallel rank {rank}"
+            with gathering(found):
+                config = replace(config, port=PORT.read(sum_of, config.port + rank))
+        if found:
+            raise SettingsError(found)
+        return config
 
     def admits(self, host: str) -> bool:
         """Whether a ticket may send this engine to a host. Names are compared, never resolved."""
@@ -272,10 +270,33 @@ def rules(kind: Any) -> dict[str, Rule]:
     return found
 
 
+@contextmanager
+def gathering(found: list[str]) -> Iterator[None]:
+    """Add an error of the block to those that were found, and go on after the block."""
+    try:
+        yield
+    except SettingsError as error:
+        found += error.found
+    except KvferryError as error:
+        found.append(str(error))
+
+
 def read_keys(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of those fields of a dataclass that are given."""
-    by = rules(kind)
-    return {name: by[name].read(name, value) for name, value in told(given).items()}
+    found: list[str] = []
+    values = good_keys(kind, given, found)
+    if found:
+        raise SettingsError(found)
+    return values
+
+
+def good_keys(kind: Any, given: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
+    """The same without those whose value breaks its rule; messages about these are added."""
+    by, values = rules(kind), {}
+    for name, value in told(given).items():
+        with gathering(found):
+            values[name] = by[name].read(name, value)
+    return values
 
 
 def told(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,7 +469,7 @@ def _secret_in(path: Path) -> str:
 
 
 def _translated(
-    extra: Mapping[str, Any], style: Style, environment: Mapping[str, str]
+    extra: Mapping[str, Any], style: Style, environment: Mapping[str, str], found: list[str]
 ) -> dict[str, Any]:
     """Our keys, from the keys and environment variables of vLLM's own connectors."""
     in_tree, by = IN_TREE[style], rules(FerryConfig)
@@ -457,9 +478,10 @@ def _translated(
     def take(ours: str, theirs: str, value: Any) -> None:
         """A number may be a text here: vLLM's connectors take it too."""
         if isinstance(value, str):
-            with contextlib.suppress(msgspec.ValidationError):  # no number: the rule decides
+            with suppress(msgspec.ValidationError):  # no number: the rule decides
                 value = msgspec.convert(value, int | float, strict=False)
-        values[ours] = by[ours].read(theirs, value)
+        with gathering(found):
+            values[ours] = by[ours].read(theirs, value)
 
     for ours, variable in in_tree.variables.items():
         if ours not in extra and environment.get(variable):
@@ -472,12 +494,12 @@ def _translated(
         else:
             take(meant, theirs, extra[theirs])
     if extra.get("bidirectional_kv_xfer"):
-        raise DescriptionError(
+        found.append(
             "bidirectional_kv_xfer (decode engines that keep blocks for the next turn) is not "
             "offered; remove it, and share blocks between turns in a pool"
         )
     if extra.get("enforce_handshake_compat", True) is not True:
-        raise DescriptionError(
+        found.append(
             "enforce_handshake_compat cannot be switched off: every handshake checks what two "
             "engines must have in common, and bridges what may differ; remove it "
             f"(found {extra['enforce_handshake_compat']!r:.40})"
@@ -497,31 +519,32 @@ LIBRARY_OPTIONS: Mapping[str, Rule] = {
 }
 
 
-def _library(given: Mapping[str, Any], in_tree: InTree) -> dict[str, Any]:
+def _library(
+    given: Mapping[str, Any], own: Mapping[str, Any], in_tree: InTree, found: list[str]
+) -> dict[str, Any]:
     """The carriers of a class that stands in for one over a library: that library's is there too.
 
     The class's name or keys of vLLM's connector alone do not make it a must: where the library
     cannot be used, the engine says why and does without. An operator who names it in `carriers` or
     in `carrier_options` must have it. `carriers` wins over all, "auto" too.
     """
-    said = {theirs: given[theirs] for theirs in sorted(in_tree.options.keys() & given.keys())}
-    options = dict(in_tree.option_defaults)
-    for theirs, value in said.items():
+    said, options = [], dict(in_tree.option_defaults)
+    for theirs in sorted(in_tree.options.keys() & given.keys()):
+        said.append(theirs)
         ours = in_tree.options[theirs]
-        options[ours] = LIBRARY_OPTIONS[ours].read(theirs, value)
-    name, named = in_tree.library, given.get("carrier_options", {})
-    if not name or not isinstance(named, Mapping):  # the latter is refused where it is read
+        with gathering(found):
+            options[ours] = LIBRARY_OPTIONS[ours].read(theirs, given[theirs])
+    name, named = in_tree.library, own.get("carrier_options", {})
+    mine = named.get(name, {})
+    if not name or not isinstance(mine, Mapping):  # the latter is refused with the other carriers'
         return {}
-    if "carriers" in given and name not in take_names(given["carriers"]) and name not in named:
+    if "carriers" in own and name not in own["carriers"] and name not in named:
         if said:
             log.warning(
                 "kvferry: %s have no effect: `carriers` does not name %s", ", ".join(said), name
             )
         return {}
-    mine = named.get(name, {})
-    if not isinstance(mine, Mapping):
-        return {}
     values: dict[str, Any] = {"carrier_options": {**named, name: {**options, **mine}}}
-    if "carriers" not in given and name not in named:
-        values["optional_carriers"] = (name, *take_names(given.get("optional_carriers", ())))
+    if "carriers" not in own and name not in named:
+        values["optional_carriers"] = (name, *own.get("optional_carriers", ()))
     return values

@@ -54,7 +54,14 @@ from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import cache_rank
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
-from kvferry.vllm.metrics import FerryPromMetrics, FerryStats, Spans
+from kvferry.vllm.metrics import (
+    NIXL_METRICS,
+    STORE_METRICS,
+    FerryPromMetrics,
+    FerryStats,
+    InTreeMetric,
+    Spans,
+)
 from kvferry.vllm.multiconnector import Family, Siblings, multiconnector
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
@@ -77,6 +84,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: there is the pool alone
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the one that it stands in for
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -93,6 +101,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._prompts = Prompts.of(vllm_config)
             self._adapters = Adapters(adapter_settings(vllm_config))
         handover, pool = self._sections(vllm_config.kv_transfer_config)
+        self._parent = None if schedules else multiconnector()
+        fails = self._parent is not None and self._parent.kv_load_failure_policy == "fail"
+        meant = pool is None and names_policy(sys.argv)
+        if fails and not meant and vllm_config.parallel_config.rank == 0:
+            log.warning(  # it is not ours to change: a sibling may rely on it
+                "a request ends when its KV cache cannot be loaded, because "
+                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
+            )
         if handover is not None:
             self._make_handover(handover, schedules)
         if pool is not None:
@@ -127,24 +143,16 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
             cut.require_whole_prompts(siblings)
-        parent, first = multiconnector(), vllm_config.parallel_config.rank == 0
-        fails = parent is not None and parent.kv_load_failure_policy == "fail"
-        if first and fails and not names_policy(sys.argv):
-            log.warning(  # it is not ours to change: a sibling may rely on it
-                "a request ends when its KV cache cannot be loaded, because "
-                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
-            )
         self.worker = FerryWorker(config, vllm_config, cache, index, siblings)
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         config = PoolConfig.read(extra, **self.POOL_DEFAULTS)
-        parent = None if schedules else multiconnector()
         if transfer.kv_load_failure_policy == "fail":
             # A block that a cache lost is computed; that is no reason to end a request. Under a
             # MultiConnector this is a copy that vLLM does not read.
             transfer.kv_load_failure_policy = "recompute"
-            if not schedules and parent is None and self.STYLE is not None:
+            if not schedules and self._parent is None and self.STYLE is not None:
                 log.info("with a pool, what cannot be loaded is computed (kv_load_failure_policy)")
         if schedules:
             blocks, events = self._kv_cache_config.num_blocks, vllm_config.kv_events_config
@@ -157,13 +165,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 events=bool(events and events.enable_kv_cache_events),
             )
             return
-        first = vllm_config.parallel_config.rank == 0
-        if parent is not None and first and parent.kv_load_failure_policy == "fail":
-            log.warning(  # it is not ours to change: a sibling may rely on it
-                "a request ends when a block that the pool promised is gone, because "
-                "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
-            )
-        alone = parent is None
+        alone = self._parent is None
         self.pool_worker = PoolWorker(config, vllm_config, self._kv_cache_config, alone=alone)
 
     @classmethod
@@ -389,8 +391,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             per_engine_labelvalues,
             handover=handover is not None,
             pool=pool is not None,
-            mooncake_store=cls.POOL_DEFAULTS.get("store") == "mooncake",
-            nixl=cls.STYLE in ("nixl", "push"),
+            beside=cls.IN_TREE_METRICS,
         )
 
     def shutdown(self) -> None:
@@ -413,9 +414,10 @@ class FerryNixlConnector(FerryConnector):
     """For NixlConnector: prefill first, and its answer is passed on to the decode engine."""
 
     STYLE: ClassVar[Style | None] = "nixl"
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = NIXL_METRICS
 
 
-class FerryNixlPushConnector(FerryConnector):
+class FerryNixlPushConnector(FerryNixlConnector):
     """For NixlPushConnector: as above, or both engines know each other by the request's id."""
 
     STYLE: ClassVar[Style | None] = "push"
@@ -438,6 +440,7 @@ class FerryMooncakeStoreConnector(FerryPoolConnector):
     """For MooncakeStoreConnector, with its configuration and its store."""
 
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {"store": "mooncake", "save_decode_cache": False}
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = STORE_METRICS
 
 
 plugin.register()  # also where the package's entry points are not installed
@@ -502,9 +505,10 @@ class FerryScheduler:
         self._sockets = Sockets(config.secret, config.admits)
         self._directory = Directory(self._sockets, host=config.host, port=config.port)
         self._directory.start()
-        self._renewer: Renewer | None = None
+        interval = config.lease_seconds / RENEWALS
+        self._renewer = Renewer(self._sockets, interval_seconds=interval)
         self._rendezvous = Rendezvous(config, self._sockets)
-        self.consuming = Consuming(parts, self._rendezvous)
+        self.consuming = Consuming(parts, self._rendezvous, self._renewer)
         self.producing = Producing(
             parts, self.engine_id, self._first, self._shape, self._directory.port
         )
@@ -576,10 +580,7 @@ class FerryScheduler:
         self._described = (first, ranks)
         first = self._publish()  # a reset may have come first
         self._rendezvous.introduce(first)
-        self._renewer = Renewer(
-            self._sockets, first, interval_seconds=self.config.lease_seconds / RENEWALS
-        )
-        self.consuming.renew_by(self._renewer)
+        self._renewer.introduce(first)
         self.consuming.described_as(read_model(first), read_shape(first))
 
     def _publish(self) -> EngineInfo:

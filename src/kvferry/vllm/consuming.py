@@ -53,20 +53,13 @@ ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; t
 class Consuming:
     parts: HandoverParts
     rendezvous: Rendezvous
+    renewer: Renewer
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _siblings: SharedTickets = field(default_factory=lambda: SharedTickets())
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
-    _renewer: Renewer | None = None
-    _unwatched: list[Ticket] = field(default_factory=list)  # until there is a renewer
     _described: bool = False  # whether this engine's workers have said what they have
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
-
-    def renew_by(self, renewer: Renewer) -> None:
-        self._renewer = renewer
-        for ticket in self._unwatched:
-            renewer.watch(ticket)
-        self._unwatched.clear()
 
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
         """This engine. With windows, not every prompt of every shape can be loaded."""
@@ -181,10 +174,7 @@ class Consuming:
 
     def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
         wanted.ticket = ticket
-        if self._renewer is not None:  # from now on, also while the request queues
-            self._renewer.watch(ticket, early=not wanted.ready)
-        else:
-            self._unwatched.append(ticket)
+        self.renewer.watch(ticket, early=not wanted.ready)  # also while the request queues
         if wanted.shared:
             self._siblings.join(request_id, ticket)
 
@@ -242,7 +232,7 @@ class Consuming:
         """Whether the producer has computed a prompt that it got when we did."""
         assert wanted.ticket is not None and wanted.appointment is not None
         hold_id, seconds = wanted.ticket.hold_id, self.parts.config.load_seconds
-        there = self._renewer.arrived(hold_id) if self._renewer is not None else True
+        there = self.renewer.arrived(hold_id)
         late = time.monotonic() > wanted.arrived + seconds
         if there is None and not late:
             return False
@@ -334,7 +324,7 @@ class Consuming:
             if wanted.shared:
                 self._through(request_id, wanted)
             else:
-                self._drop(wanted.ticket)
+                self.renewer.drop(wanted.ticket.hold_id)
 
     def finished(self, request_id: str) -> None:
         """A request is over, however it ended."""
@@ -343,7 +333,7 @@ class Consuming:
             if wanted.loading:
                 self.parts.orders.cancels.append(request_id)
             if wanted.loading and not wanted.shared and wanted.ticket is not None:
-                self._drop(wanted.ticket)  # the load says the last word
+                self.renewer.drop(wanted.ticket.hold_id)  # the load says the last word
             else:
                 self._through(request_id, wanted)
 
@@ -370,13 +360,7 @@ class Consuming:
 
     def _give_back(self, ticket: Ticket) -> None:
         self.parts.orders.releases.append(ticket)
-        self._drop(ticket)
-
-    def _drop(self, ticket: Ticket) -> None:
-        if self._renewer is not None:
-            self._renewer.drop(ticket.hold_id)
-        elif ticket in self._unwatched:
-            self._unwatched.remove(ticket)
+        self.renewer.drop(ticket.hold_id)
 
     @property
     def unsettled(self) -> bool:

@@ -7,7 +7,7 @@ reports up every step (`FerryStats.aggregate`) and sends them to the process tha
 interval. Loads are counted by rank: each rank moves its part.
 
 Four tables list all metrics; statistics go by the same names. Names of the pool begin with `pool`.
-A fifth has the metrics of vLLM's NixlConnector, which its stand-ins expose beside ours.
+Two more have the metrics of vLLM's own connectors, which their stand-ins expose beside ours.
 `vllm:kvferry_` before a name makes vLLM treat the metric as its own (multi-process mode, several
 engines behind one API server, unregistering).
 """
@@ -100,18 +100,6 @@ BY_REASON: Mapping[str, ByReason] = {
     ),
 }
 # The pool's metrics: `METRICS` of `kvferry.pool.orders`, with `pool_` before each name.
-# Metrics of vLLM's MooncakeStoreConnector, which its stand-in exposes beside ours, by the field of
-# a `StoreOperation`. Labels: the operation and its status.
-STORE_PREFIX = "vllm:mooncake_store_operation"
-STORE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 4)
-STORE_METRICS: Mapping[str, tuple[str, str]] = {
-    "seconds": ("_time_seconds", "Time of one call of the store"),
-    "calls": ("_total", "Calls of the store"),
-    "keys": ("_keys_total", "Keys that the store was asked for"),
-    "bytes": ("_bytes_total", "Bytes that the store was asked to move"),
-    "failed": ("_failed_keys_total", "Keys that the store did not serve"),
-}
-STORE_LABELS = ("operation", "status")
 POOL_EVENTS = {  # by event: its metric, and its label
     event: (f"pool_{name}", (outcome,) if outcome else ())
     for name, metric in METRICS.items()
@@ -119,43 +107,63 @@ POOL_EVENTS = {  # by event: its metric, and its label
 }
 
 
-class NixlMetric(NamedTuple):
-    """A metric of vLLM's NixlConnector, for dashboards that were made for it."""
+class InTreeMetric(NamedTuple):
+    """A metric of one of vLLM's own connectors, for dashboards that were made for it."""
 
     meaning: str
     of: str  # of ours: the name it has in `FerryStats.data`
     reasons: tuple[str, ...] = ()  # that count; none: all
+    field: str = ""  # of a `StoreOperation`: labels are the operation and its status
     buckets: tuple[float, ...] = ()  # of a histogram, as vLLM has them; none: it is a counter
 
+    def amounts(self, told: Any) -> list[tuple[tuple[str, ...], float]]:
+        """Its labels and amounts in a report."""
+        if self.field:
+            return [((one["name"], one["status"]), one.get(self.field, 1)) for one in told]
+        if self.buckets:
+            return [((), amount) for amount in told]
+        return [((), n) for why, n in told.items() if not self.reasons or why in self.reasons]
 
-NIXL_PREFIX = "vllm:nixl_"
+
 _TIMES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _COUNTS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
-NIXL_METRICS: Mapping[str, NixlMetric] = {
-    "xfer_time_seconds": NixlMetric(
+_SIZES = tuple(1 << bits for bits in range(11, 35, 2))
+NIXL_METRICS: Mapping[str, InTreeMetric] = {
+    "vllm:nixl_xfer_time_seconds": InTreeMetric(
         "Moving bytes, by load and rank", "transfer_seconds", buckets=_TIMES[1:]
     ),
-    "post_time_seconds": NixlMetric(
+    "vllm:nixl_post_time_seconds": InTreeMetric(
         "Making a transfer ready, by load and rank", "plan_seconds", buckets=_TIMES
     ),
-    "bytes_transferred": NixlMetric(
-        "Bytes of one load, by rank",
-        "load_bytes",
-        buckets=tuple(1 << bits for bits in range(11, 35, 2)),
+    "vllm:nixl_bytes_transferred": InTreeMetric(
+        "Bytes of one load, by rank", "load_bytes", buckets=_SIZES
     ),
-    "num_descriptors": NixlMetric(
+    "vllm:nixl_num_descriptors": InTreeMetric(
         "Copies of one load, by rank", "load_descriptors", buckets=_COUNTS
     ),
-    "num_failed_transfers": NixlMetric("Loads that failed, by rank", "load_failures"),
-    "num_failed_notifications": NixlMetric(
+    "vllm:nixl_num_failed_transfers": InTreeMetric("Loads that failed, by rank", "load_failures"),
+    "vllm:nixl_num_failed_notifications": InTreeMetric(
         "Always 0: a hold that is not released expires", "nothing"
     ),
-    "num_kv_expired_reqs": NixlMetric(
+    "vllm:nixl_num_kv_expired_reqs": InTreeMetric(
         "Requests whose blocks no decode engine fetched in time", "holds_closed", ("expired",)
     ),
-    "num_notifications_after_expiry": NixlMetric(
+    "vllm:nixl_num_notifications_after_expiry": InTreeMetric(
         "Always 0: a claim after expiry is refused, and the load fails", "nothing"
     ),
+}
+_STORE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 4)
+STORE_METRICS: Mapping[str, InTreeMetric] = {
+    f"vllm:mooncake_store_operation{name}": InTreeMetric(
+        meaning, "pool_operations", field=told, buckets=buckets
+    )
+    for name, told, meaning, buckets in (
+        ("_time_seconds", "seconds", "Time of one call of the store", _STORE_SECONDS),
+        ("_total", "calls", "Calls of the store", ()),
+        ("_keys_total", "keys", "Keys that the store was asked for", ()),
+        ("_bytes_total", "bytes", "Bytes that the store was asked to move", ()),
+        ("_failed_keys_total", "failed", "Keys that the store did not serve", ()),
+    )
 }
 STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.seconds`
     "claim_seconds": ("meet", "offer", "wait", "claim"),
@@ -294,8 +302,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         *,
         handover: bool,
         pool: bool,
-        mooncake_store: bool = False,
-        nixl: bool = False,
+        beside: Mapping[str, InTreeMetric],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._exposed = _Exposed.of(per_engine_labelvalues)
@@ -331,89 +338,51 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             expose(f"pool_{name}", self._counter_cls, told.meaning, *label, reasons=outcomes)
         for name, meaning in LEVELS.items():
             expose(name, self._gauge_cls, meaning, multiprocess_mode="mostrecent")
-        self._mooncake_store, self._nixl, self._labelnames = mooncake_store, nixl, labelnames
+        self._beside, self._labelnames = beside, labelnames
 
-    def _beside(self, make: Any, name: str, meaning: str, *labels: str, **options: Any) -> Any:
+    def _make_beside(self, name: str, like: InTreeMetric) -> Any:
         """One of vLLM's own names beside ours, made at the first report. Not sooner: under a
         MultiConnector vLLM's own connector may take it, and Prometheus takes a name once."""
+        make = self._histogram_cls if like.buckets else self._counter_cls
+        options = {"buckets": like.buckets} if like.buckets else {}
+        labels = [*self._labelnames, *(("operation", "status") if like.field else ())]
         try:
-            return make(
-                name=name,
-                documentation=meaning,
-                labelnames=[*self._labelnames, *labels],
-                **options,
-            )
+            metric = make(name=name, documentation=like.meaning, labelnames=labels, **options)
         except ValueError as error:
             log.info("kvferry: %s is another connector's: %s", name, error)
             return None
+        for values in () if like.field else self.per_engine_labelvalues.values():
+            metric.labels(*values)  # it shows from the start
+        return metric
+
+    def _observe_beside(self, data: Mapping[str, Any], values: list[object]) -> None:
+        made = self._exposed.beside
+        for name, like in self._beside.items():
+            if name not in made:
+                made[name] = self._make_beside(name, like)
+            if made[name] is not None and like.of in data:
+                for labels, amount in like.amounts(data[like.of]):
+                    metric = made[name].labels(*values, *labels)
+                    metric.observe(amount) if like.buckets else metric.inc(amount)
 
     def _observe_pool(self, events: Mapping[str, int], values: list[object]) -> None:
         for event, times in events.items():
             name, label = POOL_EVENTS[event]
             self._exposed.metrics[name].labels(*values, *label).inc(times)
 
-    def _observe_operations(self, told: list[dict[str, Any]], values: list[object]) -> None:
-        if not self._mooncake_store:
-            return
-        if self._exposed.store is None:
-            self._exposed.store = {}
-            for name, (theirs, meaning) in STORE_METRICS.items():
-                timed = name == "seconds"
-                make = self._histogram_cls if timed else self._counter_cls
-                options = {"buckets": STORE_SECONDS} if timed else {}
-                metric = self._beside(
-                    make, STORE_PREFIX + theirs, meaning, *STORE_LABELS, **options
-                )
-                if metric is not None:
-                    self._exposed.store[name] = metric
-        for operation in told:
-            labels = (*values, operation["name"], operation["status"])
-            for name, metric in self._exposed.store.items():
-                if name == "seconds":
-                    metric.labels(*labels).observe(operation["seconds"])
-                else:
-                    metric.labels(*labels).inc(operation.get(name, 1))
-
-    def _expose_nixl(self) -> None:
-        self._exposed.nixl = {}
-        for name, like in NIXL_METRICS.items():
-            make = self._histogram_cls if like.buckets else self._counter_cls
-            options = {"buckets": like.buckets} if like.buckets else {}
-            metric = self._beside(make, NIXL_PREFIX + name, like.meaning, **options)
-            if metric is not None:
-                self._exposed.nixl[name] = metric
-                for values in self.per_engine_labelvalues.values():
-                    metric.labels(*values)
-
-    def _observe_nixl(self, name: str, told: Any, values: list[object]) -> None:
-        for theirs, metric in (self._exposed.nixl or {}).items():
-            like = NIXL_METRICS[theirs]
-            if like.of != name:
-                continue
-            if like.buckets:
-                for value in told:
-                    metric.labels(*values).observe(value)
-            else:
-                times = sum(n for why, n in told.items() if not like.reasons or why in like.reasons)
-                metric.labels(*values).inc(times)
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
-        if self._nixl and self._exposed.nixl is None:
-            self._expose_nixl()
+        self._observe_beside(transfer_stats_data, values)
         for name, told in transfer_stats_data.items():
-            self._observe_nixl(name, told, values)
-            if name in ("load_bytes", "load_descriptors"):  # for vLLM's names alone
-                continue
+            if name in ("load_bytes", "load_descriptors", "pool_operations"):
+                continue  # for vLLM's names alone
             if name == "levels":
                 last.update(told)
                 for gauge, level in levels(last).items():
                     exposed[gauge].labels(*values).set(level)
             elif name == "pool":
                 self._observe_pool(told, values)
-            elif name == "pool_operations":
-                self._observe_operations(told, values)
             elif isinstance(told, list):
                 metric = exposed[name].labels(*values)
                 for seconds in told:
@@ -435,8 +404,7 @@ class _Exposed:
 
     labelvalues: Any  # kept, so that no later logger's have the same id
     metrics: dict[str, Any] = field(default_factory=dict)
-    store: dict[str, Any] | None = None  # of vLLM's own store; None: not made yet
-    nixl: dict[str, Any] | None = None  # by the part of vLLM's name; None: not made yet
+    beside: dict[str, Any] = field(default_factory=dict)  # by vLLM's name; None: another's
     levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine
 
     @classmethod
