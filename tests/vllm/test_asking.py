@@ -39,7 +39,7 @@ from kvferry.vllm.bootstrap import (
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.fingerprint import request_digest
-from kvferry.vllm.metrics import Here
+from kvferry.vllm.metrics import ComputedHere
 from vllm_pairs import AllArrived, handover_parts, mooncake_decode, reaches
 
 TOKENS = 40
@@ -80,9 +80,9 @@ class Engine:
         return request(**mooncake_decode("t", self.bootstrap.port, "e"))
 
     @property
-    def here(self) -> dict[Here, int]:
+    def here(self) -> dict[ComputedHere, int]:
         """Requests that were computed here, by reason."""
-        counted: dict[Here, int] = self.stats.data.get("requests_computed_here", {})
+        counted: dict[ComputedHere, int] = self.stats.data.get("requests_computed_here", {})
         return counted
 
     def look(self, asked: Any) -> tuple[int | None, bool]:
@@ -193,7 +193,7 @@ def with_format(asked: Any, number: int) -> Any:
     return asked
 
 
-NOT_LOADED: list[tuple[Here, Any]] = [
+NOT_LOADED: list[tuple[ComputedHere, Any]] = [
     ("no ticket", lambda: request(do_remote_prefill=True)),
     ("no ticket", lambda: request(do_remote_prefill=True, remote_block_ids=[[1]])),
     ("no ticket", lambda: request(do_remote_prefill=True, transfer_id="t")),
@@ -210,7 +210,9 @@ NOT_LOADED: list[tuple[Here, Any]] = [
 
 
 @pytest.mark.parametrize(("reason", "make"), NOT_LOADED, ids=lambda x: x if x else "")
-def test_what_is_computed_here_is_counted_once(engine: Engine, reason: Here, make: Any) -> None:
+def test_what_is_computed_here_is_counted_once(
+    engine: Engine, reason: ComputedHere, make: Any
+) -> None:
     asked = make()
     engine.asking.arrived(asked)
     for _ in range(3):  # as often as vLLM likes
@@ -218,7 +220,7 @@ def test_what_is_computed_here_is_counted_once(engine: Engine, reason: Here, mak
     engine.asking.allocated(asked, ([1, 2, 3],), 0)
     engine.asking.reset()
     engine.asking.finished(asked.request_id)
-    assert engine.here == {reason: 1} and reason in get_args(Here)
+    assert engine.here == {reason: 1} and reason in get_args(ComputedHere)
     assert engine.stats.reduce()[f"computed here: {reason}"] == 1
     # what vLLM sends to say that it rejected a request is no request
     engine.asking.arrived(changed(make(), abort_immediately=True))

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvferry.handover.load import Loaded
 from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
-from kvferry.vllm.metrics import FerryStats, Here, taken
+from kvferry.vllm.metrics import ComputedHere, FerryStats, taken
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -153,7 +153,7 @@ def test_another_logger_has_metrics_of_its_own() -> None:
         stats.count("requests_computed_here", "no ticket", 2)
         metrics.observe(stats.data, 0)
         here = shown.values("vllm:kvferry_requests_computed_here_total")
-        assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(Here)}
+        assert here == {reason: 2 * (reason == "no ticket") for reason in get_args(ComputedHere)}
         assert shown.values("vllm:kvferry_pool_loads_total") == {"": 1}
 
 

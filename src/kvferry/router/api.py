@@ -39,13 +39,15 @@ _PREFILL = {
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# Of the router's answers; an engine's are not passed on.
+REQUEST_ID, PATH, DECISION = b"x-request-id", b"x-kvferry-path", b"x-kvferry-decision"
+OWN_HEADERS = (REQUEST_ID, PATH, DECISION)
 # Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers that each sender
 # makes itself.
 _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
     *(b"proxy-connection", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
-    *(b"host", b"content-length", b"date", b"server", b"x-request-id", b"x-kvferry-path"),
-    b"x-kvferry-decision",
+    *(b"host", b"content-length", b"date", b"server", *OWN_HEADERS),
 }
 # A dict of short fields takes 18 times the memory of its JSON, and 0.9 us per field. Each field has
 # a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Colons in prompts
@@ -195,7 +197,7 @@ def ticket_of(answer: bytes) -> bytes:
 def request_id_of(headers: Headers) -> bytes:
     """The client's X-Request-Id, or a new one if that is missing or not fit for a log."""
     for name, value in headers:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+        if name == REQUEST_ID and _REQUEST_ID.fullmatch(value):
             return value
     return os.urandom(16).hex().encode()
 

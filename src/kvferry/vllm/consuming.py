@@ -35,7 +35,7 @@ from kvferry.plan.tokens import unloadable
 from kvferry.pool.weights import Asked
 from kvferry.vllm.bootstrap import CHILD, Appointment, Rendezvous, appointment, derived_hold
 from kvferry.vllm.fingerprint import adapted, request_digest
-from kvferry.vllm.metrics import Here
+from kvferry.vllm.metrics import ComputedHere
 from kvferry.vllm.producing import HandoverParts, PrefillCut
 
 log = logging.getLogger("kvferry")
@@ -115,7 +115,7 @@ class Consuming:
             )
             self._here(request, "not allowed", why)
             return
-        refusal: tuple[Here, str] | None
+        refusal: tuple[ComputedHere, str] | None
         refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.parts.cut)
         if refusal is not None:
             self._here(request, *refusal)
@@ -124,13 +124,15 @@ class Consuming:
         self._wanted[request.request_id] = wanted
         self._ticketed(request.request_id, wanted, ticket)
 
-    def _here(self, request: Any, reason: Here, why: str, level: int = logging.WARNING) -> None:
+    def _here(
+        self, request: Any, reason: ComputedHere, why: str, level: int = logging.WARNING
+    ) -> None:
         """Log and count a request that is computed here. Callers do it once for a request."""
         if getattr(request, "abort_immediately", False):
             return  # vLLM tells that it rejected a request: its prompt is no prompt
         self._computed_here(request.request_id, reason, why, level)
 
-    def _computed_here(self, request_id: str, reason: Here, why: str, level: int) -> None:
+    def _computed_here(self, request_id: str, reason: ComputedHere, why: str, level: int) -> None:
         self.parts.stats.count("requests_computed_here", reason)
         log.log(level, "request %s: computed here, because %s", request_id, why)
 
@@ -206,7 +208,7 @@ class Consuming:
     ) -> bool | None:
         """Whether the producer still has all blocks that a load would fill; None: not known yet."""
         assert wanted.ticket is not None
-        reason: Here = "not found"
+        reason: ComputedHere = "not found"
         now = time.monotonic()
         if wanted.asked is None:
             wanted.asked = now
@@ -478,7 +480,7 @@ class _Family:
     release_at: float | None = None  # a sibling may still be on its way until then
 
 
-def _unfit(ticket: Ticket, request: Any, cut: PrefillCut) -> tuple[Here, str] | None:
+def _unfit(ticket: Ticket, request: Any, cut: PrefillCut) -> tuple[ComputedHere, str] | None:
     """Why a ticket cannot be for this request; None where it can."""
     lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
     if not lora and ticket.digest != request_digest(request):

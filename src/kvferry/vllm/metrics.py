@@ -34,7 +34,7 @@ log = logging.getLogger("kvferry")
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 # Why a request that asked for a remote prefill was not loaded. Comments: the part to look at.
-Here = Literal[
+ComputedHere = Literal[
     "no ticket",  # the proxy, or another connector on the prefill engine
     "bad ticket",  # the proxy changed it, or the engines' versions or models differ
     "another prompt",  # the proxy: chat template, truncation
@@ -96,7 +96,7 @@ BY_REASON: Mapping[str, ByReason] = {
     "requests_computed_here": ByReason(
         "Requests for a remote prefill that were not loaded, by reason",
         "computed here: ",
-        get_args(Here),
+        get_args(ComputedHere),
     ),
 }
 # The pool's metrics: `METRICS` of `kvferry.pool.orders`, with `pool_` before each name.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of one open store: which object gets an extent, and which objects make way for it.
 
-An object comes in only in place of objects that the policy scores lower, else it is declined. With
-a disk tier it always comes in, because the objects that it displaces are not lost. Victims without
-a copy on disk are written there first, without the lock: they stay readable until the file is in
-place. Victims are chosen without the lock too, and looked at again with it.
+What goes first is decided by `policy.py`; this carries it out. An object comes in only in place of
+objects that the policy scores lower, else it is declined. With a disk tier it always comes in,
+because the objects that it displaces are not lost. Victims without a copy on disk are written there
+first, without the lock: they stay readable until the file is in place. Victims are chosen without
+the lock too, and looked at again with it.
 
 The first process to open a store decides its sizes, and gives records to the files that its disk
 tier still has (`disk`); others may open the store before that is done.
