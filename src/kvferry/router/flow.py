@@ -48,7 +48,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -491,9 +490,7 @@ class _Trip:
         if not failed and self._chosen_prefill is None and not fleet.with_role("prefill"):
             self._fall_back("no_prefill_engine")
             return
-        headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
-        headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
-        asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
+        asked, body = self._asked, wanted.for_prefill()
         retry = "prefill_again" if again else ""
         placement = self._placement
         while len(failed) < self._limits.tries and (
@@ -508,7 +505,7 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.prefill(engine.url)
-                asking = await fleet.ask(engine, asked, body, seconds)
+                asking = await fleet.ask(engine, asked, body, seconds, plain=True)
                 try:
                     got = asking.answer
                     asked.trail.append(f"prefill {engine.url} {got.status}")
