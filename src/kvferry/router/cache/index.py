@@ -44,7 +44,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.cache.chain import Namespace, PromptChain, extend, pack
+from kvferry.router.cache.chain import Digest, Namespace, PromptChain, extend, pack
 from kvferry.router.choice.model import Holding, Tier
 
 Hash = int | bytes  # an engine's own name of a block
@@ -163,9 +163,9 @@ class Publisher:
     view: Literal["live", "estimated", "lost"] = "estimated"
     replaying: bool = False
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
-    blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
+    blocks: dict[int, dict[Hash, Digest]] = field(default_factory=dict)  # by size; oldest first
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
-    estimates: dict[bytes, float] = field(default_factory=dict)  # and when they end; oldest first
+    estimates: dict[Digest, float] = field(default_factory=dict)  # and when they end; oldest first
     known_in_a_row: int = 0  # removals, while the view is "lost"
     events: int = 0
     lost_events: int = 0
@@ -196,14 +196,14 @@ class CacheIndex:
             raise DescriptionError(f"most_blocks must be 1 at least, not {most_blocks}")
         self.most_blocks = most_blocks
         self._clock = clock
-        self._where: dict[bytes, int] = {}  # a digest, and the bits of the slots that hold it
+        self._where: dict[Digest, int] = {}  # a digest, and the bits of the slots that hold it
         self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
         self._parts: dict[tuple[str, int], Publisher] = {}
         # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
         self._pools: dict[tuple[str, int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
-        self._used: set[bytes] = set()  # digests that were looked up
-        self._forgotten: deque[tuple[int, list[bytes]]] = deque()  # bits, and where they may be set
+        self._used: set[Digest] = set()  # digests that were looked up
+        self._forgotten: deque[tuple[int, list[Digest]]] = deque()  # bits, and where they may be
         self._bits = 0  # that are in use, or may still be set somewhere
         self._size = 0
 
@@ -413,7 +413,7 @@ class CacheIndex:
 
     def _place(
         self, part: Publisher, slot: Slot, event: Stored, batch: Sequence[Event]
-    ) -> list[bytes | None]:
+    ) -> list[Digest | None]:
         """The digests of an event's hashes; None for those whose place is not known."""
         size, hashes, parent = slot.block_tokens, event.block_hashes, event.parent_block_hash
         blocks = part.blocks.get(size, {})
@@ -438,12 +438,12 @@ class CacheIndex:
             return known
         first = 0
         if parent is None:  # the salt is told with the first block
-            start: bytes | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
+            start: Digest | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
         else:
             start = blocks.get(parent)
         if start is None:
             # Blocks before the first known one have no place; the others follow it.
-            first = next((n + 1 for n, digest in enumerate(known) if digest), 0)
+            first = next((n + 1 for n, digest in enumerate(known) if digest is not None), 0)
             start = known[first - 1] if first else None
         if start is None:
             return known
@@ -540,7 +540,7 @@ class CacheIndex:
         gone = sum(part.slots.pop(key).bits for key in keys)
         if not gone:
             return
-        digests: list[bytes] = []
+        digests: list[Digest] = []
         for size in list(part.blocks):
             blocks, bits = part.blocks[size], self._bits_of(part, size)
             digests += blocks.values()
@@ -580,11 +580,11 @@ class CacheIndex:
         self._bits |= bit
         return bit
 
-    def _set(self, digest: bytes, bits: int) -> None:
+    def _set(self, digest: Digest, bits: int) -> None:
         mask = self._where.get(digest, 0) | bits
         self._where[digest] = self._masks.setdefault(mask, mask)
 
-    def _unset(self, digest: bytes, bits: int) -> int:
+    def _unset(self, digest: Digest, bits: int) -> int:
         """Clear bits. Returns those that are left."""
         mask = self._where.get(digest, 0) & ~bits
         if mask:
@@ -643,7 +643,7 @@ class CacheIndex:
         """The oldest ones, `count` or as many as there are. Returns how many."""
         return self._take_out(part, list(islice(part.estimates, count)))
 
-    def _take_out(self, part: Publisher, digests: Iterable[bytes]) -> int:
+    def _take_out(self, part: Publisher, digests: Iterable[Digest]) -> int:
         """Returns how many of these blocks were estimated."""
         before = len(part.estimates)
         deque(map(part.estimates.pop, digests, repeat(0.0)), maxlen=0)
@@ -746,8 +746,8 @@ class CacheIndex:
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
     """Tokens of the prefix that an engine should hold, by what was sent to it."""
     size, ends = part.estimate_tokens, part.estimates.get
-    digests = chain.digests(size)[: (chain.tokens - 1) // size]
-    return size * bisect_left(digests, True, key=lambda digest: ends(digest, now) <= now)
+    most, digests = (chain.tokens - 1) // size, chain.digests(size)
+    return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
 
 
 @dataclass(frozen=True, slots=True)
