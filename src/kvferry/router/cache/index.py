@@ -744,7 +744,11 @@ class CacheIndex:
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
-    """Tokens of the prefix that an engine should hold, by what was sent to it."""
+    """Tokens of the prefix that an engine should hold, by what was sent to it.
+
+    `missed` may have left a gap. Whether blocks behind it count does not matter: the engine that
+    computed them computed all of their prompt.
+    """
     size, ends = part.estimate_tokens, part.estimates.get
     most, digests = (chain.tokens - 1) // size, chain.digests(size)
     return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
