@@ -27,8 +27,9 @@ from kvferry.router.api import (
     ticket_of,
 )
 from kvferry.router.fleet.engines import UpstreamEngine
-from kvferry.router.flow import ClientReply
+from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
+from kvferry.router.placing import RequestWay
 from router_cluster import (
     CHUNKS,
     PARAMS,
@@ -279,6 +280,9 @@ class FakeRequest:
         self.sent.append(data)
         return False
 
+    def cut(self, data: bytes) -> None:
+        self.sent.append(data)
+
     def abort(self) -> None:
         self.aborted = True
 
@@ -286,19 +290,41 @@ class FakeRequest:
         pass
 
 
+@dataclass
+class Rest:
+    """A stream behind its first bytes."""
+
+    parts: tuple[bytes, ...]
+    breaks: bool = False
+
+    async def pass_on(self, sink: StreamSink) -> None:
+        for part in self.parts:
+            sink.take(part, False)
+        if self.breaks:
+            raise OSError
+        sink.take(b"", True)
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_events_that_come_in_pieces_are_counted(size: int) -> None:
+    placing = Router(RouterConfig((), ("http://engine",))).placing
+    stream = b"".join(CHUNKS)
+    first, *rest = (stream[at : at + size] for at in range(0, len(stream), size))
+
+    async def run() -> None:
+        reply = ClientReply(FakeRequest(), b"id")  # type: ignore[arg-type]
+        way = RequestWay(placing, None, 100, 10, streamed=True)
+        way.decode("http://engine", handed_over=False)
+        way.first()
+        reply.saw = way.saw
+        await reply.send(Answer(200, [], first, Rest(tuple(rest))))
+        way.served(handed_over=False)
+
+    asyncio.run(run())
+    assert placing.meters.output_tokens(None) == len(CHUNKS)
+
+
 def test_streams_pass_event_by_event() -> None:
-    @dataclass
-    class Rest:
-        parts: tuple[bytes, ...]
-        breaks: bool
-
-        async def pass_on(self, sink: StreamSink) -> None:
-            for part in self.parts:
-                sink.take(part, False)
-            if self.breaks:
-                raise OSError
-            sink.take(b"", True)
-
     def passed(first: bytes, *rest: bytes, headers: Any = (), cut: bool = False) -> list[bytes]:
         request = FakeRequest()
 

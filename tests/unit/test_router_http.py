@@ -308,6 +308,20 @@ def test_http_1_0_gets_its_answer_with_the_end_of_the_connection() -> None:
                 assert b"transfer-encoding" not in head
 
 
+def test_http_1_0_notices_a_stream_that_is_cut() -> None:
+    with cluster() as c, connected(c) as sock:
+        c.decode[0].always = "break"
+        body = b'{"prompt":"x","stream":true}'
+        sock.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body))
+        sock.sendall(body)
+        answer = b""
+        with pytest.raises(ConnectionResetError):
+            while piece := sock.recv(1 << 16):
+                answer += piece
+        assert b"".join(CHUNKS[:2]) + b'data: {"error"' in answer
+        c.expect("requests_total", 'outcome="broken_stream"', count=1)
+
+
 def test_head_requests_have_no_body() -> None:
     with cluster() as c, connected(c) as sock:
         for path in (b"/health", b"/v1/models", b"/nothing"):

@@ -411,6 +411,33 @@ def test_what_was_just_sent_counts_until_events_come() -> None:
     assert index.stats()["a"].estimated_blocks == 0
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_estimates_beside_a_plain_model(live: bool) -> None:
+    """A list of prefixes, the oldest first, is the oracle."""
+    random_, now, capacity = random.Random(5), [100.0], 30
+    index = CacheIndex(clock=lambda: now[0])
+    part = index.part("a", block_tokens=4, capacity_blocks=capacity)
+    if live:
+        index.whole(part)
+    roots = [numbers(40, seed) for seed in range(3)]
+    model: dict[tuple[int, ...], float] = {}
+    for _ in range(500):
+        root = random_.choice(roots)[: 4 * random_.randrange(11)]
+        tokens = root + [random_.randrange(3) for _ in range(random_.randrange(20))]
+        ends = [end for end in range(4, len(tokens), 4) if tuple(tokens[:end]) in model]
+        assert len(ends) == max(ends, default=0) // 4, "what is before a block is there"
+        found = [holding.tokens for holding in index.holdings(prompt(tokens))]
+        assert found == ends[-1:]
+        for end in range(len(tokens) // 4 * 4, 0, -4):
+            model.pop(tuple(tokens[:end]), None)
+            model[tuple(tokens[:end])] = now[0] + (PENDING_SECONDS if live else 1e9)
+        index.sent("a", prompt(tokens))
+        model = dict(list(model.items())[-capacity:])
+        now[0] += random_.choice((0, 0.5, PENDING_SECONDS / 4))
+        model = {prefix: until for prefix, until in model.items() if until > now[0]}
+        assert index.stats()["a"].estimated_blocks == len(index) == len(model)
+
+
 def test_what_an_engine_did_not_have_is_not_believed() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a, b = Told(index, "a"), Told(index, "b")

@@ -14,9 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.router.api import RouterConfig
+from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.choice.model import Decision
-from kvferry.router.choice.rates import EngineMetrics
-from kvferry.router.placing import read_metrics
+from kvferry.router.choice.rates import EngineMeter, EngineMetrics
+from kvferry.router.flow import Router
+from kvferry.router.placing import RequestWay, read_metrics
 from router_cluster import WHOLE, Cluster, FakeEngine, cluster, quick
 from waiting import wait_until
 
@@ -187,6 +190,44 @@ def test_an_engine_that_is_removed_while_it_answers_leaves_nothing_behind():
         assert c.complete(prompt=ids(1, 640)).status_code == 200
         c.expect("requests_total", 'outcome="ok"', count=2)
         assert url not in index.stats()
+
+
+@pytest.mark.parametrize("place", ["cost", "load"])
+def test_late_reports_of_a_removed_engine_leave_nothing_behind(place):
+    router = Router(RouterConfig((), ("http://a", "http://b"), place=place))
+    fleet, placing = router.fleet, router.placing
+    chain = PromptChain(Namespace(), ids(1, 320))
+    way, late = (RequestWay(placing, chain, 100, 10, streamed=True) for _ in range(2))
+    way.decode("http://a", handed_over=True)
+    fleet.remove(fleet.get("http://a"))
+    way.first()
+    way.ended()
+    late.prefill("http://a")
+    late.decode("http://a", handed_over=False)
+    late.ended()
+    assert not placing.meters._meters and not placing.index.stats()
+
+
+def test_late_metrics_of_a_removed_engine_leave_nothing_behind(monkeypatch):
+    heard = []
+    told = EngineMeter.told
+    monkeypatch.setattr(
+        EngineMeter, "told", lambda self, found: (told(self, found), heard.append(self))
+    )
+    leave = []
+
+    def metrics(engine: FakeEngine) -> bytes:
+        while leave:
+            leave.pop()()
+        return b"vllm:num_requests_running 1\n"
+
+    monkeypatch.setattr(FakeEngine, "metrics", property(metrics, lambda engine, _: None))
+    with routed(0, 1) as c:
+        fleet, url = c.router.app.state.router.fleet, c.servers["d0"].url
+        wait_until(lambda: heard)
+        leave.append(lambda: (fleet.remove(fleet.get(url)), heard.clear()))
+        wait_until(lambda: not leave and heard)
+        assert not c.router.placing.meters._meters
 
 
 def test_without_tokens_the_engine_with_the_fewest_requests_is_taken():

@@ -125,9 +125,10 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     require_port(listen.port)
     tls = listen.tls()
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged.
+    # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged. The format
+    # is as uvicorn's, whose own formatter copies each record for the sake of colours.
     logging_config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
-    logging_config["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
+    logging_config["formatters"]["default"] = {"format": "%(asctime)s %(levelname)s: %(message)s"}
     ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
     logging_config["loggers"]["kvferry"] = ours
     logging_config["loggers"]["opentelemetry"] = ours  # of a collector that does not answer

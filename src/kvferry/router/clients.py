@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
@@ -399,10 +401,20 @@ class ClientRequest:
                 connection.answered(self)
         return connection.write_paused
 
+    def cut(self, data: bytes) -> None:
+        """End the answer too early, with `data`."""
+        self.write(data, last=self._chunked)
+        self.abort()
+
     def abort(self) -> None:
-        """Close the connection in the middle of the answer, which every client notices."""
-        if not self.answered:
-            self.connection.transport.abort()
+        """Reset the connection in the middle of the answer. Its mere end would be the end of an
+        answer of HTTP/1.0. Does nothing to an answer that is complete."""
+        if not (self.answered or self.gone):
+            transport = self.connection.transport
+            transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            transport.abort()
 
     async def drained(self) -> None:
         """Wait until the client has read most of what was written. Raises ClientGone."""

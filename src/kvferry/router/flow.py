@@ -35,7 +35,8 @@ After the first byte nothing is tried again, because the client has tokens alrea
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
 error in OpenAI's format, and the end of the body, without `[DONE]`. A compressed stream, or one cut
 within an event of more than 64 KiB, has no place for that event: the router closes the connection
-in the middle of the answer, which every HTTP client notices.
+in the middle of the answer, which every HTTP client notices. For HTTP/1.0, whose answers end with
+the connection, a cut stream ends with a reset of the connection behind the event with the error.
 
 A client that disconnects cancels its request at any point. The router closes its connections to
 engines, and the engines abort. A ticket that no engine has claimed expires at the prefill engine.
@@ -47,7 +48,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -225,7 +225,7 @@ class ClientReply:
         self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
-        self.saw: Callable[[bytes], None] | None = None  # a stream's bytes behind the first
+        self.saw: Callable[[bytes], None] | None = None  # gets a stream as it passes
         self._by_events = False  # a stream that passes event by event
         self._between_events = False
         self._part = b""  # of the next event
@@ -258,15 +258,13 @@ class ClientReply:
         answer without an end."""
         if self._between_events:
             self._between_events = False
-            self._request.write(b"data: %s\n\n" % error_body(500, code, message), last=True)
+            self._request.cut(b"data: %s\n\n" % error_body(500, code, message))
         elif self.status:
             self._request.abort()
 
     # As a `StreamSink`
 
     def take(self, data: bytes, last: bool) -> bool:
-        if self.saw is not None and data:
-            self.saw(data)
         return self._pass(data, last)
 
     def on_drain(self, go_on: Callable[[], None] | None) -> None:
@@ -291,6 +289,8 @@ class ClientReply:
             self._between_events = not large
         elif last:
             data, self._part, self._between_events = self._part + data, b"", False
+        if self.saw is not None:
+            self.saw(data)
         return self._request.write(data, last)
 
 
@@ -490,9 +490,7 @@ class _Trip:
         if not failed and self._chosen_prefill is None and not fleet.with_role("prefill"):
             self._fall_back("no_prefill_engine")
             return
-        headers = [(k, v) for k, v in self._asked.headers if k != b"accept-encoding"]
-        headers.append((b"accept-encoding", b"identity"))  # the router reads this answer itself
-        asked, body = replace(self._asked, headers=headers), wanted.for_prefill()
+        asked, body = self._asked, wanted.for_prefill()
         retry = "prefill_again" if again else ""
         placement = self._placement
         while len(failed) < self._limits.tries and (
@@ -507,7 +505,7 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.prefill(engine.url)
-                asking = await fleet.ask(engine, asked, body, seconds)
+                asking = await fleet.ask(engine, asked, body, seconds, plain=True)
                 try:
                     got = asking.answer
                     asked.trail.append(f"prefill {engine.url} {got.status}")
@@ -578,7 +576,7 @@ class _Trip:
                 asked.part("stream")
             if placement is not None and got.status == 200:
                 if got.rest is not None:
-                    placement.first(engine.url, got.body)
+                    placement.first()
                     self._reply.saw = placement.saw
                 else:
                     placement.saw(got.body)

@@ -41,6 +41,7 @@ from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChai
 from kvferry.router.choice.choose import place
 from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
 from kvferry.router.choice.rates import (
+    EngineMeter,
     EngineMetrics,
     FleetMeter,
     PrefillVisit,
@@ -108,8 +109,7 @@ class Placer:
         self._no_metrics_until: dict[str, float] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
-        if self.by_cost:
-            fleet.on_change(self._changed)
+        fleet.on_change(self._changed)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -170,6 +170,10 @@ class Placer:
 
     def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
         return place(prompt, views, self._random)
+
+    def meter(self, engine: str) -> EngineMeter:
+        """An engine's own, or one that nobody looks at if the engine was removed."""
+        return self.meters[engine] if self._fleet.get(engine) is not None else EngineMeter()
 
     def sent(self, engine: str, chain: PromptChain) -> None:
         """An engine gets a prompt, which it will hold."""
@@ -252,7 +256,7 @@ class Placer:
         if found is None:
             self._no_metrics_until[engine.url] = time.monotonic() + _RECHECK_SECONDS
         else:
-            self.meters[engine.url].told(found)
+            self.meter(engine.url).told(found)
 
 
 class RequestWay:
@@ -349,7 +353,7 @@ class RequestWay:
     def decode(self, engine: str, *, handed_over: bool) -> None:
         """The request goes to the engine that answers."""
         self.ended()
-        self._stream = self._placing.meters[engine].stream()
+        self._stream = self._placing.meter(engine).stream()
         self._asked_at = time.monotonic()
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
@@ -357,8 +361,8 @@ class RequestWay:
         else:
             self._believe(engine)
 
-    def first(self, engine: str, data: bytes) -> None:
-        """The first bytes of a stream."""
+    def first(self) -> None:
+        """The first bytes of a stream came."""
         if self._stream is None:
             return
         now = time.monotonic()
@@ -366,16 +370,15 @@ class RequestWay:
         self._unsure = None
         self._stream.first()
         if self._handed_tokens:
-            self._placing.meters[engine].received(self._handed_tokens, now - self._asked_at)
+            self._stream.meter.received(self._handed_tokens, now - self._asked_at)
         else:
             self._computed()
         if self.decision is not None:
             best = min(option.seconds for option in self.decision.options)
             self._placing.regret.observe(self.actual_seconds - best)
-        self.saw(data)
 
     def saw(self, data: bytes) -> None:
-        """A part of the answer went by, or all of it."""
+        """Whole events of the answer went by, or all of it."""
         self._events += data.count(b"\n\n")
         # Of a hand-over, the engine counts what was handed over as cached.
         if b"cached_tokens" in data and not self._handed_tokens:
@@ -414,7 +417,7 @@ class RequestWay:
         self._drop_prefill()
         self._believe(engine)
         self._computed_on = engine
-        self._prefill = self._placing.meters[engine].prefill(
+        self._prefill = self._placing.meter(engine).prefill(
             self.tokens or self._guessed_tokens,
             self._held(engine),
             decoded_elsewhere=decoded_elsewhere,

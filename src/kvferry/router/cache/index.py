@@ -6,10 +6,15 @@
                without events, or whose events were lost. Of other engines it fills the seconds
                until their events come
 
-One dictionary maps the digest of a block to an integer, with one bit for each slot that holds the
-block. A slot is one group of one tier of one engine. A lookup walks along the prompt's digests once
-and keeps the bits that all blocks have in common, so its time does not depend on how many engines
-there are. Engines whose blocks have another size need a walk of their own.
+One dictionary maps the digest of a block to an integer, with one bit for each slot that was told to
+hold the block. A slot is one group of one tier of one engine. A lookup walks along the prompt's
+digests once and keeps the bits that all blocks have in common, so its time does not depend on how
+many engines there are. Engines whose blocks have another size need a walk of their own.
+
+An estimate is one dictionary for each engine. Every request adds its prompt to two of them, so a
+prompt goes in and out as a whole, without a step of the interpreter for each of its blocks. With a
+block it holds all blocks before it: these went in with it, and leave after it. So a lookup is a
+binary search.
 
 Groups: a prefix is as long as its full-attention groups are. A window group must hold the last
 blocks before the prefix ends, a state group the block at which it ends; else the prefix is shorter.
@@ -29,16 +34,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import OrderedDict, deque
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, repeat, takewhile
 from typing import Any, Literal
 
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.cache.chain import Namespace, PromptChain, extend, pack
+from kvferry.router.cache.chain import Digest, Namespace, PromptChain, extend, pack
 from kvferry.router.choice.model import Holding, Tier
 
 Hash = int | bytes  # an engine's own name of a block
@@ -54,6 +60,8 @@ _MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
 _TURNED_OVER = 64
 _SWEPT_EACH_TIME = 1024  # forgotten blocks, about 0.2 ms
 _MOST_FORGOTTEN = 16  # slots' contents; more are swept at once
+# Of an engine's estimates leave together: the more did, the longer it takes to find the oldest.
+_DROPPED_SHARE = 64
 _TRIMMED_SHARE = 256  # of all blocks leave together, because finding the largest engine takes time
 _MOST_MASKS = 1 << 12
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
@@ -125,7 +133,6 @@ class Slot:
     bits: int
     kind: str | None = None  # vLLM's word; None: it was not told, and counts as full attention
     window_tokens: int = 0
-    estimated: bool = False
 
     @property
     def is_prefix(self) -> bool:
@@ -156,12 +163,9 @@ class Publisher:
     view: Literal["live", "estimated", "lost"] = "estimated"
     replaying: bool = False
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
-    blocks: dict[int, dict[Hash, bytes]] = field(default_factory=dict)  # by size; oldest first
+    blocks: dict[int, dict[Hash, Digest]] = field(default_factory=dict)  # by size; oldest first
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
-    estimate: Slot | None = None
-    # And when they end; the oldest first. Not a dict, which takes longer to find its first entry
-    # the more entries before that were deleted.
-    estimates: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    estimates: dict[Digest, float] = field(default_factory=dict)  # and when they end; oldest first
     known_in_a_row: int = 0  # removals, while the view is "lost"
     events: int = 0
     lost_events: int = 0
@@ -192,14 +196,14 @@ class CacheIndex:
             raise DescriptionError(f"most_blocks must be 1 at least, not {most_blocks}")
         self.most_blocks = most_blocks
         self._clock = clock
-        self._where: dict[bytes, int] = {}  # a digest, and the bits of the slots that hold it
+        self._where: dict[Digest, int] = {}  # a digest, and the bits of the slots that hold it
         self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
         self._parts: dict[tuple[str, int], Publisher] = {}
         # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
         self._pools: dict[tuple[str, int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
-        self._used: set[bytes] = set()  # digests that were looked up
-        self._forgotten: deque[tuple[int, list[bytes]]] = deque()  # bits, and where they may be set
+        self._used: set[Digest] = set()  # digests that were looked up
+        self._forgotten: deque[tuple[int, list[Digest]]] = deque()  # bits, and where they may be
         self._bits = 0  # that are in use, or may still be set somewhere
         self._size = 0
 
@@ -243,7 +247,7 @@ class CacheIndex:
         self._retire(part, list(part.slots))
         part.known_in_a_row = 0
         part.view = "estimated"
-        self._forget_estimates(part)
+        self._drop_estimates(part, len(part.estimates))
 
     def state(self, engine: str) -> State:
         """Of what is known of an engine; of data-parallel ranks the worst."""
@@ -261,6 +265,11 @@ class CacheIndex:
     def stats(self) -> dict[str, IndexStats]:
         """By engine; data-parallel ranks together, with the state of the worst."""
         result: dict[str, IndexStats] = {}
+        now = self._clock()
+        for part in self._parts.values():
+            ends = part.estimates
+            ended = takewhile(lambda digest: ends[digest] <= now, ends)  # noqa: B023
+            self._take_out(part, list(ended))
         for engine in {part.engine for part in self._parts.values()}:
             parts = self._of(engine)
             result[engine] = IndexStats(
@@ -285,7 +294,7 @@ class CacheIndex:
 
     @property
     def distinct(self) -> int:
-        """Blocks that some engine holds; one that two engines hold counts once."""
+        """Blocks that engines told of; one that two engines hold counts once."""
         return len(self._where)
 
     # Lookups
@@ -297,47 +306,40 @@ class CacheIndex:
         the pool may. Of data-parallel ranks the best one counts. An engine's estimate is named only
         where it is longer than what the engine told.
         """
-        self._expire()
-        lengths = self._walk(chain)
+        now, lengths = self._clock(), self._walk(chain)
         best: dict[tuple[str, Tier], Holding] = {}
 
-        def offer(engine: str, tier: Tier, slots: Sequence[Slot], estimated: bool = False) -> None:
-            tokens = self._length(chain, slots, lengths)
+        def offer(engine: str, tier: Tier, tokens: int, estimated: bool = False) -> None:
             known = best.get((engine, tier))
             if tokens > (known.tokens if known else 0):
                 best[engine, tier] = Holding(engine, tokens, tier, estimated)
 
         for part in self._parts.values():
             for tier in ("gpu", "cpu") if part.slots else ():
-                offer(part.engine, tier, [s for s in part.slots.values() if s.tier == tier])
+                slots = [slot for slot in part.slots.values() if slot.tier == tier]
+                offer(part.engine, tier, self._length(chain, slots, lengths))
         for part in self._parts.values():
-            if part.estimate is not None:
-                offer(part.engine, "gpu", [part.estimate], estimated=True)
+            if part.estimates:
+                offer(part.engine, "gpu", _estimated(part, chain, now), estimated=True)
         for slots in self._pool_layouts():
-            offer(self._teller(chain, slots), "pool", slots)
+            offer(self._teller(chain, slots), "pool", self._length(chain, slots, lengths))
         return list(best.values())
 
     def sent(self, engine: str, chain: PromptChain) -> None:
         """A prompt was sent to an engine, which will hold it soon."""
         part = self.part(engine)
         told = part.slots.get(("gpu", 0))
-        size = told.block_tokens if told is not None else part.estimate_tokens
-        if part.estimate is None or part.estimate.block_tokens != size:
-            self._forget_estimates(part)
-            part.estimate = Slot(engine, "gpu", 0, size, self._new_bit(), estimated=True)
-            self._plan_walks()
+        if told is not None and told.block_tokens != part.estimate_tokens:
+            self._drop_estimates(part, len(part.estimates))
+            part.estimate_tokens = told.block_tokens
         ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
-        bits, estimates, where, masks = part.estimate.bits, part.estimates, self._where, self._masks
-        before = len(estimates)
+        estimates, digests = part.estimates, chain.digests(part.estimate_tokens)
+        self._take_out(part, digests)
         # The last block goes in first: of one prompt, it is also the first to leave.
-        for digest in reversed(chain.digests(size)):
-            if estimates.pop(digest, None) is None:
-                mask = where.get(digest, 0) | bits
-                where[digest] = masks.setdefault(mask, mask)
-            estimates[digest] = ends
-        self._size += len(estimates) - before
-        for _ in range(len(estimates) - part.capacity_blocks):
-            self._drop_estimate(part)
+        estimates.update(dict.fromkeys(reversed(digests), ends))
+        self._size += len(digests)
+        if (over := len(estimates) - part.capacity_blocks) > 0:
+            self._drop_estimates(part, over + part.capacity_blocks // _DROPPED_SHARE)
         self._tidy()
 
     def missed(self, engine: str, chain: PromptChain, cached_tokens: int) -> None:
@@ -351,14 +353,14 @@ class CacheIndex:
             return
         for part in parts:
             slots = [slot for slot in part.slots.values() if slot.tier == "gpu"]
-            for slot in slots + ([part.estimate] if part.estimate else []):
+            for slot in slots:
                 digests = chain.digests(slot.block_tokens)
                 for digest in digests[cached_tokens // slot.block_tokens :]:
                     if self._where.get(digest, 0) & slot.bits:
                         self._unset(digest, slot.bits)
                         part.missed += 1
-                        if part.estimates.pop(digest, None) is not None:
-                            self._size -= 1
+            size = part.estimate_tokens
+            part.missed += self._take_out(part, chain.digests(size)[cached_tokens // size :])
 
     # What engines tell
 
@@ -378,7 +380,7 @@ class CacheIndex:
         """The part holds all that its engine holds: every event since the engine's start."""
         if part.view != "live":
             part.view = "live"
-            self._forget_estimates(part)
+            self._drop_estimates(part, len(part.estimates))
 
     def incomplete(self, part: Publisher) -> None:
         """The engine may hold more than the part: it was told of earlier."""
@@ -411,7 +413,7 @@ class CacheIndex:
 
     def _place(
         self, part: Publisher, slot: Slot, event: Stored, batch: Sequence[Event]
-    ) -> list[bytes | None]:
+    ) -> list[Digest | None]:
         """The digests of an event's hashes; None for those whose place is not known."""
         size, hashes, parent = slot.block_tokens, event.block_hashes, event.parent_block_hash
         blocks = part.blocks.get(size, {})
@@ -436,12 +438,12 @@ class CacheIndex:
             return known
         first = 0
         if parent is None:  # the salt is told with the first block
-            start: bytes | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
+            start: Digest | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
         else:
             start = blocks.get(parent)
         if start is None:
             # Blocks before the first known one have no place; the others follow it.
-            first = next((n + 1 for n, digest in enumerate(known) if digest), 0)
+            first = next((n + 1 for n, digest in enumerate(known) if digest is not None), 0)
             start = known[first - 1] if first else None
         if start is None:
             return known
@@ -485,7 +487,7 @@ class CacheIndex:
         does not tell when it is emptied too, so it is forgotten with the GPU's."""
         part.resets += 1
         self._retire(part, [key for key in part.slots if key[0] != "pool"])
-        self._forget_estimates(part)
+        self._drop_estimates(part, len(part.estimates))
         self.whole(part)
 
     # Slots and their bits
@@ -529,8 +531,7 @@ class CacheIndex:
         """Slots have changed: which bits does a walk over blocks of a size look for?"""
         self._walks = {}
         for part in self._parts.values():
-            slots = list(part.slots.values()) + ([part.estimate] if part.estimate else [])
-            for slot in slots:
+            for slot in part.slots.values():
                 bits = slot.bits if slot.is_prefix and slot.tier != "pool" else 0
                 self._walks[slot.block_tokens] = self._walks.get(slot.block_tokens, 0) | bits
 
@@ -539,7 +540,7 @@ class CacheIndex:
         gone = sum(part.slots.pop(key).bits for key in keys)
         if not gone:
             return
-        digests: list[bytes] = []
+        digests: list[Digest] = []
         for size in list(part.blocks):
             blocks, bits = part.blocks[size], self._bits_of(part, size)
             digests += blocks.values()
@@ -579,11 +580,11 @@ class CacheIndex:
         self._bits |= bit
         return bit
 
-    def _set(self, digest: bytes, bits: int) -> None:
+    def _set(self, digest: Digest, bits: int) -> None:
         mask = self._where.get(digest, 0) | bits
         self._where[digest] = self._masks.setdefault(mask, mask)
 
-    def _unset(self, digest: bytes, bits: int) -> int:
+    def _unset(self, digest: Digest, bits: int) -> int:
         """Clear bits. Returns those that are left."""
         mask = self._where.get(digest, 0) & ~bits
         if mask:
@@ -620,9 +621,7 @@ class CacheIndex:
 
     def _trim(self, part: Publisher, count: int) -> None:
         """Remove up to `count` blocks of an engine: estimates first, then the oldest."""
-        while part.estimates and count > 0:
-            self._drop_estimate(part)
-            count -= 1
+        count -= self._drop_estimates(part, count)
         for size, blocks in sorted(part.blocks.items(), key=lambda item: -len(item[1])):
             slots = [slot for slot in part.slots.values() if slot.block_tokens == size]
             bits = sum(slot.bits for slot in slots)
@@ -640,29 +639,17 @@ class CacheIndex:
                     part.forgotten += 1
                     count -= 1
 
-    def _expire(self) -> None:
-        now = self._clock()
-        for part in self._parts.values():
-            while part.estimates and next(iter(part.estimates.values())) <= now:
-                self._drop_estimate(part)
+    def _drop_estimates(self, part: Publisher, count: int) -> int:
+        """The oldest ones, `count` or as many as there are. Returns how many."""
+        return self._take_out(part, list(islice(part.estimates, count)))
 
-    def _drop_estimate(self, part: Publisher) -> None:
-        digest, _ = part.estimates.popitem(last=False)
-        self._size -= 1
-        if part.estimate is not None:
-            bits = part.estimate.bits
-            if self._where.get(digest) == bits:  # nobody else has it
-                del self._where[digest]
-                self._used.discard(digest)
-            else:
-                self._unset(digest, bits)
-
-    def _forget_estimates(self, part: Publisher) -> None:
-        if part.estimate is not None:
-            self._forgotten.append((part.estimate.bits, list(part.estimates)))
-            self._size -= len(part.estimates)
-            part.estimates, part.estimate = OrderedDict(), None
-            self._plan_walks()
+    def _take_out(self, part: Publisher, digests: Iterable[Digest]) -> int:
+        """Returns how many of these blocks were estimated."""
+        before = len(part.estimates)
+        deque(map(part.estimates.pop, digests, repeat(0.0)), maxlen=0)
+        gone = before - len(part.estimates)
+        self._size -= gone
+        return gone
 
     # Walks
 
@@ -754,6 +741,17 @@ class CacheIndex:
 
     def _of(self, engine: str) -> list[Publisher]:
         return [part for part in self._parts.values() if part.engine == engine]
+
+
+def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
+    """Tokens of the prefix that an engine should hold, by what was sent to it.
+
+    `missed` may have left a gap. Whether blocks behind it count does not matter: the engine that
+    computed them computed all of their prompt.
+    """
+    size, ends = part.estimate_tokens, part.estimates.get
+    most, digests = (chain.tokens - 1) // size, chain.digests(size)
+    return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
 
 
 @dataclass(frozen=True, slots=True)

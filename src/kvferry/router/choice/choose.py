@@ -24,12 +24,17 @@ see the same figures do not send everything to one engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
-from typing import NamedTuple
+from typing import TypeVar
+
+import msgspec
 
 from kvferry.router.choice.model import Decision, EngineView, Option, PromptView, Source
+
+T = TypeVar("T")
 
 # Options of one request: alone on the best decode engines, and pairs of the best of both roles.
 MOST_ALONE = 16
@@ -87,14 +92,14 @@ def options(
     prefill = []
     if prompt.may_hand_over:
         prefill = [costs.of(e) for e in engines if "prefill" in e.roles]
-    best = sorted(decode, key=_of_decode)[:MOST_DECODE]
+    best = _least(MOST_DECODE, decode, _of_decode)
     pairs = [
         costs.pair(p, d)
-        for p in sorted(prefill, key=_of_prefill)[:MOST_PREFILL]
+        for p in _least(MOST_PREFILL, prefill, _of_prefill)
         for d in best
         if p.engine is not d.engine
     ]
-    alone = sorted(map(costs.alone, decode), key=_cost)[:MOST_ALONE]
+    alone = _least(MOST_ALONE, list(map(costs.alone, decode)), _cost)
     if prompt.tokens <= 0 and pairs:
         # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
         alone = []
@@ -112,30 +117,25 @@ def choose(
     equal = [option for option in options if option.cost <= limit]
     most = max(option.cached_tokens for option in equal)
     equal = [option for option in equal if option.cached_tokens == most]
-    drawn = random.sample(equal, min(2, len(equal)))  # in random order
-    if len(drawn) == 2:
+    chosen = equal[0]
+    if len(equal) > 1:
         load = {e.name: _load(e) for e in engines}
-        drawn.sort(key=lambda o: load[o.decode] + (load[o.prefill] if o.prefill else 0.0))
-    return Decision(drawn[0], tuple(options), _why(drawn[0], options))
+        drawn = random.sample(equal, 2)  # in random order
+        chosen = min(drawn, key=lambda o: load[o.decode] + (load[o.prefill] if o.prefill else 0.0))
+    return Decision(chosen, tuple(options), _why(chosen, options))
 
 
 # What one option costs
 
 
-class _Compute(NamedTuple):
-    """A prompt, computed on one engine."""
-
-    load_seconds: float
-    seconds: float
-    cached: int
-    source: Source
-
-
-class _EngineCost(NamedTuple):
+class _EngineCost(msgspec.Struct, gc=False):
     """What one engine adds to any way that goes over it."""
 
     engine: EngineView
-    compute: _Compute
+    load: float  # of what the pool has of the prompt
+    prefill: float  # of the rest
+    cached: int
+    source: Source
     queue: float  # until it begins with this prompt: its prefills are over, and there are blocks
     entry: float  # until a computed prompt can enter: a step is over, and there are blocks
     transfer: float  # of what it does not hold, over its usual link
@@ -165,65 +165,64 @@ class _Costs:
 
     def alone(self, d: _EngineCost) -> Option:
         """Computed where it is decoded."""
-        compute, engine = d.compute, d.engine
+        engine = d.engine
         parts = {
             "queue": d.queue,
-            "load": compute.load_seconds,
-            "prefill": compute.seconds,
+            "load": d.load,
+            "prefill": d.prefill,
             "transfer": 0.0,
             "decode": engine.step_seconds,
         }
         seconds, harm = sum(parts.values()), d.prefill_harm + d.decode_harm
-        return Option(engine.name, None, seconds, parts, compute.cached, compute.source, harm)
+        return Option(engine.name, None, seconds, parts, d.cached, d.source, harm)
 
     def pair(self, p: _EngineCost, d: _EngineCost) -> Option:
         """Computed on P, decoded on D."""
-        compute, engine, name = p.compute, d.engine, p.engine.name
+        engine, name = d.engine, p.engine.name
         link = engine.links.get(name)
         parts = {
             "queue": p.queue + d.entry,
-            "load": compute.load_seconds,
-            "prefill": compute.seconds,
+            "load": p.load,
+            "prefill": p.prefill,
             "transfer": d.transfer if link is None else link.seconds(d.missing),
             "decode": engine.step_seconds,
         }
-        source: Source = "handover" if compute.source == "local" else compute.source
+        source: Source = "handover" if p.source == "local" else p.source
         seconds, harm = sum(parts.values()), p.prefill_harm + d.decode_harm
-        return Option(engine.name, name, seconds, parts, compute.cached, source, harm)
+        return Option(engine.name, name, seconds, parts, p.cached, source, harm)
 
     def of(self, engine: EngineView) -> _EngineCost:
-        compute, room = self._compute(engine), self._room(engine)
-        prefill, waiting = engine.prefill, engine.waiting_tokens
-        missing = self._tokens - self._held.get(engine.name, 0)
-        weights = self._weights
+        """From the engine's own cache, or with a load if that is faster."""
+        tokens, prefill, weights = self._tokens, engine.prefill, self._weights
+        local = self._held.get(engine.name, 0)
+        load, seconds, cached = 0.0, prefill.seconds(tokens - local, local), local
+        source: Source = "local" if local else "none"
+        pooled = self._cpu.get(engine.name, 0)
+        if engine.pool is not None:
+            pooled = max(pooled, self._pool)
+        if pooled > local:
+            more = engine.pool.seconds(pooled - local) if engine.pool is not None else 0.0
+            rest = prefill.seconds(tokens - pooled, pooled)
+            if more + rest < seconds:
+                load, seconds, cached, source = more, rest, pooled, "pool"
+        room, waiting, missing = self._room(engine), engine.waiting_tokens, tokens - local
         # The fixed part is mostly a step that the streams take as well, and HTTP.
-        work = max(0.0, compute.seconds - prefill.fixed_seconds)
+        work = max(0.0, seconds - prefill.fixed_seconds)
         behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
         step = engine.step_seconds + engine.running * engine.step_growth_seconds
         return _EngineCost(
             engine,
-            compute,
-            queue=max(waiting * prefill.token_seconds, room),
-            entry=max(min(waiting, CHUNK_TOKENS) * prefill.token_seconds, room),
-            transfer=engine.receive.seconds(missing),
-            missing=missing,
-            prefill_harm=work * (weights.work * (1 + behind) + weights.stream * engine.running),
-            decode_harm=weights.decode * self._output * step,
+            load,
+            seconds,
+            cached,
+            source,
+            max(waiting * prefill.token_seconds, room),
+            max(min(waiting, CHUNK_TOKENS) * prefill.token_seconds, room),
+            engine.receive.seconds(missing),
+            missing,
+            work * (weights.work * (1 + behind) + weights.stream * engine.running),
+            weights.decode * self._output * step,
         )
-
-    def _compute(self, engine: EngineView) -> _Compute:
-        """From the engine's own cache, or with a load if that is faster."""
-        local, tokens = self._held.get(engine.name, 0), self._tokens
-        seconds = engine.prefill.seconds(tokens - local, local)
-        loaded = self._cpu.get(engine.name, 0)
-        if engine.pool is not None:
-            loaded = max(loaded, self._pool)
-        if loaded > local:
-            load = engine.pool.seconds(loaded - local) if engine.pool is not None else 0.0
-            rest = engine.prefill.seconds(tokens - loaded, loaded)
-            if load + rest < seconds:
-                return _Compute(load, rest, loaded, "pool")
-        return _Compute(0.0, seconds, local, "local" if local else "none")
 
     def _room(self, engine: EngineView) -> float:
         """Until there are blocks: running requests free theirs over the time of an answer.
@@ -241,7 +240,7 @@ class _Costs:
 
 def _of_prefill(p: _EngineCost) -> float:
     """What P adds to the cost of any pair."""
-    return p.queue + p.compute.load_seconds + p.compute.seconds + p.prefill_harm
+    return p.queue + p.load + p.prefill + p.prefill_harm
 
 
 def _of_decode(d: _EngineCost) -> float:
@@ -249,8 +248,12 @@ def _of_decode(d: _EngineCost) -> float:
     return d.entry + d.transfer + d.engine.step_seconds + d.decode_harm
 
 
-def _cost(option: Option) -> float:
-    return option.cost
+_cost = attrgetter("cost")
+
+
+def _least(most: int, of: list[T], key: Callable[[T], float]) -> list[T]:
+    """`most` of a list with the least keys; all of a short list, in its own order."""
+    return of if len(of) <= most else sorted(of, key=key)[:most]
 
 
 def _load(engine: EngineView) -> float:

@@ -172,11 +172,6 @@ class EngineMeter:
         return len(self._streams) + (self._foreign_running if self._fresh else 0)
 
     @property
-    def waiting(self) -> int:
-        """Requests that the engine has not let in, by its own word."""
-        return self._told.waiting if self._told is not None and self._fresh else 0
-
-    @property
     def waiting_work(self) -> float:
         work = sum([visit.work for visit in self._pending])
         if self._fresh and self._foreign_waiting and self._works:
@@ -319,7 +314,7 @@ class FleetMeter:
             step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
             cache_tokens=0 if metrics is None else metrics.cache_tokens,
-            waiting=meter.waiting,
+            waiting=0 if metrics is None else metrics.waiting,
             step_growth_seconds=step.slope,
             receive=rates.receive,
             pool=POOL_LOAD if pooled else None,

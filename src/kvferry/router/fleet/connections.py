@@ -97,6 +97,7 @@ class EngineTransport:
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
         self._idle_count = 0
+        self._sweeping: asyncio.TimerHandle | None = None
         self._all: set[_Connection] = set()
 
     @property
@@ -162,14 +163,18 @@ class EngineTransport:
         return answer.status, b"".join(parts)
 
     def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         for connection in list(self._all):
             connection.close()
 
     def _take(self, origin: EngineOrigin) -> _Connection | None:
+        now = asyncio.get_running_loop().time()
         while idle := self._idle.get(origin):
             connection = next(reversed(idle))
+            expired = connection.expires <= now
             self._not_idle(connection)
-            if not connection.spoiled():
+            if not expired and not connection.spoiled():
                 return connection
             connection.close()
         return None
@@ -210,14 +215,24 @@ class EngineTransport:
             return
         self._idle.setdefault(connection.origin, {})[connection] = None
         self._idle_count += 1
+        connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
+        if self._sweeping is None:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Close what was idle for too long. One timer for all connections, because each request
+        takes and frees several."""
         loop = asyncio.get_running_loop()
-        connection.expiry = loop.call_later(self._idle_seconds, connection.close)
+        idle = [connection for of_origin in self._idle.values() for connection in of_origin]
+        for connection in idle:
+            if connection.expires <= loop.time():
+                connection.close()
+        self._sweeping = loop.call_later(self._idle_seconds, self._sweep) if idle else None
 
     def _not_idle(self, connection: _Connection) -> None:
-        if connection.expiry is None:
+        if not connection.expires:
             return
-        connection.expiry.cancel()
-        connection.expiry = None
+        connection.expires = 0.0
         idle = self._idle[connection.origin]
         del idle[connection]
         self._idle_count -= 1
@@ -228,7 +243,7 @@ class EngineTransport:
 class _Connection(asyncio.Protocol):
     def __init__(self, pool: EngineTransport, origin: EngineOrigin) -> None:
         self.origin = origin
-        self.expiry: asyncio.TimerHandle | None = None  # while it is idle
+        self.expires = 0.0  # while it is idle: when, in the loop's time
         self._loop = asyncio.get_running_loop()
         self._pool = pool
         self._head: AnswerHead | None = None  # once it has come
@@ -256,7 +271,7 @@ class _Connection(asyncio.Protocol):
         if self._sink is not None:
             self._pass(data)
             return
-        if self.expiry is not None:  # nobody has asked
+        if self.expires:  # nobody has asked
             self.close()
             return
         self._unread.append(data)

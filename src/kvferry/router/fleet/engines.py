@@ -495,15 +495,24 @@ class Fleet:
             self.transport.close()
 
     async def ask(
-        self, engine: UpstreamEngine, asked: Incoming, body: bytes, seconds: float
+        self,
+        engine: UpstreamEngine,
+        asked: Incoming,
+        body: bytes,
+        seconds: float,
+        *,
+        plain: bool = False,
     ) -> Asking:
         """An engine's answer within `seconds`: complete, or the first bytes of a stream. The caller
-        closes it.
+        closes it. `plain`: the router reads it, so it must not be compressed.
 
         Raises EngineFailure if there is no answer, or a 5xx.
         """
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
         headers = [*passed_on, (b"x-request-id", asked.request_id)]
+        if plain:
+            headers = [field for field in headers if field[0] != b"accept-encoding"]
+            headers.append((b"accept-encoding", b"identity"))
         until = asyncio.get_running_loop().time() + seconds
         asking = Asking(self, engine, asked)
         try:
