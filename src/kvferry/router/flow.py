@@ -54,6 +54,9 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import (
     COMMAND_LINE,
+    DECISION,
+    PATH,
+    REQUEST_ID,
     Answer,
     ApiError,
     Generation,
@@ -235,7 +238,7 @@ class ClientReply:
         request, body = self._request, answer.body
         self.status = answer.status
         self.began = time.monotonic()
-        headers = [*answer.headers, (b"x-request-id", self._request_id)]
+        headers = [*answer.headers, (REQUEST_ID, self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(body)))
         if self._is_last() and not any(name == b"connection" for name, _ in headers):
@@ -623,8 +626,8 @@ class _Trip:
     async def _send(self, answer: Answer) -> None:
         if self._wanted is not None:
             path = b"decode-only" if self._ticket == b"" else b"prefill+decode"
-            headers = [*answer.headers, (b"x-kvferry-path", path)]
+            headers = [*answer.headers, (PATH, path)]
             if self._placement is not None and self._placement.decision is not None:
-                headers.append((b"x-kvferry-decision", self._placement.summary()))
+                headers.append((DECISION, self._placement.summary()))
             answer = Answer(answer.status, headers, answer.body, answer.rest)
         await self._reply.send(answer)
