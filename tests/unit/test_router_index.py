@@ -491,6 +491,41 @@ def test_a_lost_view_is_whole_again_when_the_engine_has_turned_over() -> None:
     assert a.part.state == "live"
 
 
+def test_an_engine_that_had_nothing_goes_on_to_tell() -> None:
+    """It was emptied while its events were lost: nothing is believed, until it has turned over."""
+    index = CacheIndex()
+    a = Told(index, "a")
+    a.store(numbers(40, seed=99))
+    index.incomplete(a.part)
+    index.emptied("a")
+    assert held(index, numbers(40, seed=99)) == {} and a.part.state == "lost"
+    prompts = [numbers(40, seed) for seed in range(8)]
+    for tokens in prompts:
+        a.store(tokens)
+    for tokens in prompts[:7]:
+        for block in range(10):
+            a.remove(tokens[: 4 * block + 4])
+    assert a.part.state == "live"
+    a.part.replaying = True  # a replay tells of earlier moments
+    index.emptied("a")
+    assert held(index, prompts[7]) == {("a", "gpu"): 40}
+    a.part.replaying = False
+    index.part("a", 1)  # which of the ranks had nothing is not known
+    index.emptied("a")
+    assert held(index, prompts[7]) == {("a", "gpu"): 40}
+    index.sent("b", prompt(prompts[0]))
+    index.emptied("b")
+    assert ("b", "gpu") not in held(index, prompts[0]) and index.state("b") == "estimated"
+
+
+def test_what_a_removed_engine_still_tells_is_dropped() -> None:
+    index, tokens = CacheIndex(), numbers(40)
+    a = Told(index, "a")
+    index.remove("a")
+    a.store(tokens)
+    assert len(index) == 0 and index.distinct == 0 and held(index, tokens) == {}
+
+
 def test_the_index_is_bounded_and_fair() -> None:
     index = CacheIndex(most_blocks=1000)
     small, large = Told(index, "small"), Told(index, "large")

@@ -22,6 +22,7 @@ with 400 and the end of the connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -54,6 +55,7 @@ _MOST_UNREAD_BYTES = 64 << 10
 # Read at a time. asyncio reads 256 KiB, for which the allocator takes long.
 _READ_BYTES = 64 << 10
 _LARGE_BYTES = 64 << 10  # a piece of an answer that is not copied to join it with its frame
+CUT_SECONDS = 5.0  # in which a client may read what came before an answer was cut
 _WITHOUT_BODY = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -404,17 +406,33 @@ class ClientRequest:
     def cut(self, data: bytes) -> None:
         """End the answer too early, with `data`."""
         self.write(data, last=self._chunked)
-        self.abort()
+        if self._ends_with_connection and not self.gone:
+            self._reset_at_end()
+            transport = self.connection.transport
+            transport.close()  # when all is written
+            self.connection.loop.call_later(CUT_SECONDS, transport.abort)
+        else:
+            self.abort()
 
     def abort(self) -> None:
-        """Reset the connection in the middle of the answer. Its mere end would be the end of an
-        answer of HTTP/1.0. Does nothing to an answer that is complete."""
+        """Close the connection in the middle of the answer, which every client notices. An answer
+        that is complete is left alone."""
         if not (self.answered or self.gone):
-            transport = self.connection.transport
-            transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )
-            transport.abort()
+            if self._ends_with_connection:
+                self._reset_at_end()
+            self.connection.transport.abort()
+
+    @property
+    def _ends_with_connection(self) -> bool:
+        """Whether a client takes the end of the connection for the end of the answer (HTTP/1.0)."""
+        return not self.answered and not self._chunked and self._left is None
+
+    def _reset_at_end(self) -> None:
+        """The connection ends with a reset, which is no end of an answer."""
+        sock = self.connection.transport.get_extra_info("socket")
+        if sock is not None:  # else TLS has ended already
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def drained(self) -> None:
         """Wait until the client has read most of what was written. Raises ClientGone."""

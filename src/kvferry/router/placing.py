@@ -192,6 +192,8 @@ class Placer:
             self.meters.keep(e.url for e in self._fleet.engines)
             self._no_metrics_until.pop(engine.url, None)
         elif change.kind == "up":
+            if self._fleet.get(engine.url) is not engine:
+                return  # it was removed while it was asked
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
             self._no_metrics_until.pop(engine.url, None)
@@ -253,10 +255,10 @@ class Placer:
         except Exception:  # without the poll, nothing would be known of any engine's load
             log.exception("the metrics of %s broke the poll", engine.url)
             return
-        if found is None:
-            self._no_metrics_until[engine.url] = time.monotonic() + _RECHECK_SECONDS
-        else:
+        if found is not None:
             self.meter(engine.url).told(found)
+        elif self._fleet.get(engine.url) is engine:  # else it was removed meanwhile
+            self._no_metrics_until[engine.url] = time.monotonic() + _RECHECK_SECONDS
 
 
 class RequestWay:
@@ -460,7 +462,7 @@ class RequestWay:
         index = self._placing.index
         if index.state(engine) != "live":
             # Nothing of what it was sent is there: it was started again, or emptied.
-            index.forget(engine)
+            index.emptied(engine)
             self._placing.sent(engine, chain)
 
 

@@ -237,6 +237,18 @@ class CacheIndex:
         for part in self._of(engine):
             self.forget_part(part)
 
+    def emptied(self, engine: str) -> None:
+        """An engine used nothing of what it was believed to hold. If it tells of its blocks, it
+        goes on to do so from where it is; a replay, which tells of earlier moments, goes on too.
+        An engine with several data-parallel ranks may have used another rank."""
+        parts = self._of(engine)
+        for part in parts if len(parts) == 1 else ():
+            if not part.replaying:
+                tells = part.view != "estimated"
+                self.forget_part(part)
+                if tells:
+                    self.incomplete(part)
+
     def remove(self, engine: str) -> None:
         """An engine is gone for good."""
         self.forget(engine)
@@ -365,7 +377,9 @@ class CacheIndex:
     # What engines tell
 
     def told(self, part: Publisher, batch: Sequence[Event]) -> None:
-        """Apply what one publisher told, in its order."""
+        """Apply what one publisher told, in its order. One that was removed may still be read."""
+        if self._parts.get((part.engine, part.rank)) is not part:
+            return
         part.events += 1
         for event in batch:
             if isinstance(event, Stored):
@@ -751,6 +765,8 @@ def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
     """
     size, ends = part.estimate_tokens, part.estimates.get
     most, digests = (chain.tokens - 1) // size, chain.digests(size)
+    if not digests or digests[0] not in part.estimates:
+        return 0
     return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
 
 
