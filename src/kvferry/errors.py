@@ -49,6 +49,9 @@ class SettingsError(DescriptionError):
         super().__init__("; ".join(found))
         self.found = tuple(found)
 
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[tuple[str, ...]]]:
+        return type(self), (self.found,)
+
 
 class IncompatibleError(KvferryError):
     """Two engines do not hold the same logical cache; nothing may move between them."""

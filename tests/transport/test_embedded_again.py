@@ -77,10 +77,11 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         begun = time.monotonic()
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
-        assert one.store.verify(soon())[:3] == (1, 2, 0)
         assert time.monotonic() - begun < 2
+        good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.2)
+        assert (good, corrupt, unread) == (1, 0, 2) and "lock" in why  # they are still there
         assert one.store.exists(["a", "layout"], 0.0).all()
-    one.store.access(["c"], soon())
+    assert one.get("b") is Outcome.DONE  # any call, also one that needs no lock
     assert not one.store.exists(["a", "layout"], 0.0).any()
     assert stopped.store.counters()["corrupt"] == 2 and one.get("b") is Outcome.DONE
     assert one.put("a") == [Outcome.DONE] and one.get("a") is Outcome.DONE
@@ -267,6 +268,35 @@ def test_a_walk_goes_on_when_the_lock_is_back(
     assert {stopped.get(key) for key in keys} == {Outcome.DONE}
     stopped.store.close()
     one.store.close()
+
+
+def test_a_walk_that_another_process_began_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that takes files in ends before it is done: one that waits goes on."""
+    keys = left_behind(tmp_path)
+    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
+    header, first, go_on = DiskTier.header, [], threading.Event()
+
+    def slow(self: DiskTier, name: str) -> arena.Image | None:
+        first.append(self) if not first else None
+        assert self is not first[0] or go_on.wait(20)
+        return header(self, name)
+
+    monkeypatch.setattr(DiskTier, "header", slow)
+    one = Small(tmp_path, disk=64 << 20)
+    wait_until(lambda: first)
+    two = Small(tmp_path, disk=64 << 20)
+    assert two.index.files_due == disk.ADOPT and not two.tiers.disk.wait(0.2)
+    closing = threading.Thread(target=one.store.close)
+    closing.start()
+    wait_until(one.store._calls.closing.is_set)
+    go_on.set()
+    closing.join(20)
+    wait_until(lambda: two.index.files_due == 0)
+    assert {two.get(key) for key in keys} == {Outcome.DONE}
+    two.store.close()
 
 
 def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.errors import SettingsError
 
 runner = CliRunner()
 OURS = {"kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
@@ -65,6 +67,27 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
     assert len(refused) == len(begins), refused
     assert all(one.startswith(begin) for one, begin in zip(refused, begins, strict=True)), refused
     assert "pigeon" in refused[5]
+
+
+def test_all_mistakes_of_a_pool_at_once() -> None:
+    extra = {
+        "load_async": False,
+        "discard_partial_chunks": False,
+        "zzz": 1,
+        "size": "x",
+        "disk_path": "/a",
+        "store": "nope",
+    }
+    code, refused, _ = check("FerryPoolConnector", extra)
+    begins = ("kv_connector_extra_config has ['zzz']", "load_async must", "discard_partial_chunks")
+    begins += ("size must be a size", "store is 'embedded', 'mooncake'", "a disk tier needs both")
+    assert code == 1 and len(refused) == len(begins), refused
+    assert all(one.startswith(begin) for one, begin in zip(refused, begins, strict=True)), refused
+
+
+def test_mistakes_survive_a_way_between_processes() -> None:
+    sent = pickle.loads(pickle.dumps(SettingsError(["port must be x", "size must be y"])))
+    assert sent.found == ("port must be x", "size must be y") and str(sent).count("must") == 2
 
 
 @pytest.mark.parametrize(

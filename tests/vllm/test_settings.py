@@ -19,7 +19,7 @@ with warnings.catch_warnings():  # torch warns of itself
 from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError, HandoverError
 from kvferry.vllm.bootstrap import Bootstrap, Whereabouts, query
-from kvferry.vllm.config import FerryConfig, Port, read_keys, rules
+from kvferry.vllm.config import FerryConfig, Port, good_keys, rules
 from kvferry.vllm.pool.config import PoolConfig
 
 NAN, INFINITE = math.nan, math.inf
@@ -120,7 +120,7 @@ class TestEveryKey:
     def test_taken(self, kind: Any, name: str) -> None:
         taken, _ = dict(BOTH)[kind][name]
         for given, value in taken:
-            found = read_keys(kind, {name: given})[name]
+            found = good_keys(kind, {name: given}, [])[name]
             assert found == value and type(found) is type(value), given
 
     def test_refused(self, kind: Any, name: str) -> None:

@@ -260,9 +260,9 @@ class Lookups:
         finally:
             self._busy_until = self._opening_since = None
             with self._using:
-                if self._store is not None:
-                    self._store.close()
-                self._store = None
+                store, self._store = self._store, None
+                if store is not None:
+                    store.close()
 
     def _opened(self) -> Store:
         """The store. No deadline runs while it is being opened."""

@@ -119,7 +119,7 @@ class MooncakeStore:
                     f"{c.master_server_address} (code {code}); is mooncake_master running there?"
                 )
         except StoreError:
-            self.calls.close()  # lookup servers try again every few seconds
+            self.calls.close()  # lookups try again every few seconds
             raise
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvferry.errors import DescriptionError
 from kvferry.vllm import STAND_INS
-from kvferry.vllm.config import REMOVED_KEYS, FerryConfig, Style, gathering, rules
-from kvferry.vllm.pool.config import MOONCAKE_ONLY, PoolConfig
+from kvferry.vllm.config import FerryConfig, Style, gathering
+from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
 
@@ -174,13 +174,8 @@ def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> 
         with gathering(found):
             FerryConfig.read(handover, kind.style or "ferry")
     if pool is not None:
-        known = {*rules(PoolConfig), *MOONCAKE_ONLY, *REMOVED_KEYS}
-        if unknown := dict.fromkeys(pool.keys() - known):
-            with gathering(found):
-                PoolConfig.read(unknown)
         with gathering(found):
-            good = {key: value for key, value in pool.items() if key in known}
-            config = PoolConfig.read(good, **kind.pool_defaults)
+            config = PoolConfig.read(pool, **kind.pool_defaults)
             if stores or ":" not in config.store:
                 config.opener()  # opens nothing yet
             if stores and config.store == "mooncake":

@@ -5,7 +5,7 @@
 
     port: Port = 0  # of the directory
 
-`read_keys` checks parsed JSON against these rules. A text never counts as a number or a flag:
+`good_keys` checks parsed JSON against these rules. A text never counts as a number or a flag:
 "false" would count as true, and "64" would end the first request instead of the start. null means
 that the key is not given. A value that breaks its rule is a `DescriptionError` with the key, the
 expected value and the found one. A field without a rule cannot be read. All mistakes of a
@@ -281,17 +281,9 @@ def gathering(found: list[str]) -> Iterator[None]:
         found.append(str(error))
 
 
-def read_keys(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those fields of a dataclass that are given."""
-    found: list[str] = []
-    values = good_keys(kind, given, found)
-    if found:
-        raise SettingsError(found)
-    return values
-
-
 def good_keys(kind: Any, given: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
-    """The same without those whose value breaks its rule; messages about these are added."""
+    """The values of those fields of a dataclass that are given. Messages about values that break
+    their rule are added to `found`."""
     by, values = rules(kind), {}
     for name, value in told(given).items():
         with gathering(found):

@@ -73,9 +73,9 @@ COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kerne
 GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
 EARLY_BYTES = 32 << 20  # what is final early is copied early if objects have so many
 SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
-# A save uses two at a time, and so does each of two loads: while the objects of one part cross, the
-# next are queued. A save keeps its lanes while a step computes, so loads have others, with other
-# hardware queues. Each has 34 MiB of device memory, staged 98.
+# A save uses two at a time, and so does each of two threads that load: while the objects of one
+# part cross, the next are queued. A save keeps its lanes while a step computes, so loads have
+# others, with other hardware queues. Each has 34 MiB of device memory, staged 98.
 OUT_LANES, BACK_LANES = 2, 4
 OUT_URGENCY, BACK_URGENCY = 1, 2  # both before the engine's kernels
 # Copies that are queued without giving up the interpreter's lock, behind an event and without one:
@@ -180,11 +180,11 @@ class Bus:
         self._pins: _Pins | None = None
 
     def warm(self) -> None:
-        """Compile the kernels and make two lanes each way, so that no request waits for them."""
+        """Compile the kernels and make all lanes, so that no request waits for them."""
         kernels.warm(self.device)
         with contextlib.ExitStack() as made:
             for outward, most in self._most.items():
-                for _ in range(min(2, most)):
+                for _ in range(most):
                     made.callback(self._give, self._take(time.monotonic(), outward))
 
     def pin(

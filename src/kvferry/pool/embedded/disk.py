@@ -253,16 +253,26 @@ class DiskTier:
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
+        """Alone. While another process gives records to files, this one waits to go on with it."""
         # A `StoreError` says that the store is closed.
-        with contextlib.suppress(StoreError), self._calls, self._members.walking() as alone:
-            if not alone or not self._patiently(self._clean_dead):
-                return
-            adopting = self._index.files_due == ADOPT
-            step = self._adopt if adopting else self._sweep
-            batches = _batches(self.names())
-            whole = all(self._patiently(partial(step, batch)) for batch in batches)
-            if whole and adopting:
-                self._patiently(self._adopted)
+        with contextlib.suppress(StoreError), self._calls:
+            while not self._calls.closing.is_set():
+                with self._members.walking() as alone:
+                    if alone:
+                        self._walk_alone()
+                if alone or self._index.files_due != ADOPT:
+                    break
+                self._calls.closing.wait(LOCK_SECONDS)
+
+    def _walk_alone(self) -> None:
+        if not self._patiently(self._clean_dead):
+            return
+        adopting = self._index.files_due == ADOPT
+        step = self._adopt if adopting else self._sweep
+        batches = _batches(self.names())
+        whole = all(self._patiently(partial(step, batch)) for batch in batches)
+        if whole and adopting:
+            self._patiently(self._adopted)
 
     def _patiently(self, step: Callable[[float], bool]) -> bool:
         """A step of a walk, once the lock is free for it; whether the walk goes on."""

@@ -210,6 +210,12 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
+    def settle(self, deadline: float) -> None:
+        """Write what waits for the lock, if anything does."""
+        if self._updates:
+            with self.locked(deadline):
+                pass
+
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:

@@ -136,6 +136,8 @@ def _call(
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
+            with contextlib.suppress(StoreError):  # a process holds the lock: the next call tries
+                self._tiers.settle(time.monotonic())
             return method(self, *args, **kwargs)
 
     return counted
@@ -386,6 +388,10 @@ class EmbeddedStore:
                 continue
             good += outcome is Outcome.DONE
             corrupt += outcome is Outcome.CORRUPT
+        try:
+            self._tiers.settle(deadline)
+        except StoreError as error:  # damaged objects are still there
+            corrupt, unread, why = 0, unread + corrupt, why or str(error)
         return Verified(good, corrupt, unread, why)
 
     @_call

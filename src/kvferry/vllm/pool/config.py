@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta
 
-from kvferry.errors import DescriptionError
+from kvferry.errors import DescriptionError, SettingsError
 from kvferry.pool.scheduler import PoolLimits
 from kvferry.pool.store import Store
 from kvferry.units import parse_size
@@ -30,7 +30,7 @@ from kvferry.vllm.config import (
     Seconds,
     Share,
     Text,
-    read_keys,
+    good_keys,
     rules,
     told,
     without_removed,
@@ -120,19 +120,19 @@ class PoolConfig:
     @classmethod
     def read(cls, extra: Mapping[str, Any], **defaults: Any) -> PoolConfig:
         """From the keys of an operator. Defaults are those of a connector class."""
-        known = set(rules(cls))
+        known, found = set(rules(cls)), list[str]()
         extra = without_removed(extra)
         unknown = sorted(set(extra) - known - set(MOONCAKE_ONLY))
         if unknown:
-            raise DescriptionError(
+            found.append(
                 f"kv_connector_extra_config has {unknown}, which kvferry's pool does not know; it "
                 f"knows {sorted(known)}"
             )
-        for name, why in MUST_BE_TRUE.items():
-            if told(extra).get(name, True) is not True:
-                raise DescriptionError(
-                    f"{name} must be true or left out, found {extra[name]!r:.40}: {why}"
-                )
+        found += [
+            f"{name} must be true or left out, found {extra[name]!r:.40}: {why}"
+            for name, why in MUST_BE_TRUE.items()
+            if told(extra).get(name, True) is not True
+        ]
         if extra.get("preferred_segment") or os.environ.get("MOONCAKE_PREFERRED_SEGMENT"):
             log.warning("preferred_segment is not known here: Mooncake chooses where blocks lie")
         unused = sorted(set(extra) & set(MOONCAKE_ONLY))
@@ -140,28 +140,35 @@ class PoolConfig:
             log.info("kvferry's pool has no need of %s", ", ".join(unused))
         given = {k: v for k, v in told(extra).items() if k in known}
         defaults = {"cache_prefix": os.environ.get("KVFERRY_POOL_PREFIX"), **defaults}
-        config = cls(**read_keys(cls, {**defaults, **given}))
-        config._require_consistent()
+        asked = {**defaults, **given}
+        good = good_keys(cls, asked, found)
+        config = cls(**good)
+        found += config._conflicts(told(asked).keys() - good.keys())
+        if found:
+            raise SettingsError(found)
         return config
 
-    def _require_consistent(self) -> None:
-        """Refuse keys that would have no effect on the store that was chosen."""
+    def _conflicts(self, wrong: Collection[str]) -> Iterator[str]:
+        """Keys that would have no effect on the store that was chosen, apart from wrong ones."""
         given = {"path": self.path, "size": self.size, "disk_path": self.disk_path}
         given["disk_size"] = self.disk_size or None
         names = ", ".join(told(given))
-        if self.store != "embedded" and names:
-            raise DescriptionError(
+        if self.store not in ("embedded", "mooncake") and ":" not in self.store:
+            yield f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
+        elif self.store != "embedded" and names:
+            yield (
                 f"{names} set, which only the embedded store has, and store is {self.store!r}; "
                 "remove what is not meant (Mooncake's sizes are in the file that "
                 "MOONCAKE_CONFIG_PATH names, those of a store of your own in `options`)"
             )
-        if self.options and self.store in ("embedded", "mooncake"):
-            raise DescriptionError(
+        if self.options and self.store in ("embedded", "mooncake") and "store" not in wrong:
+            yield (
                 f"options are for a store of your own (module:function), and store is "
                 f"{self.store!r}; remove one of the two"
             )
-        if (self.disk_path is None) != (not self.disk_size):
-            raise DescriptionError(
+        alone = (self.disk_path is None) != (not self.disk_size)
+        if alone and not {"disk_path", "disk_size"} & set(wrong):
+            yield (
                 "a disk tier needs both disk_path and disk_size, found "
                 f"disk_path {self.disk_path!r} and disk_size {self.disk_size!r}"
             )
@@ -192,10 +199,6 @@ class PoolConfig:
             return self._open_embedded
         if self.store == "mooncake":
             return lambda: self._open_mooncake(lookups_only)
-        if ":" not in self.store:
-            raise DescriptionError(
-                f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
-            )
         try:
             make = pkgutil.resolve_name(self.store)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
