@@ -14,11 +14,11 @@ while the thread works, and a miss once the deadline has passed. A step that com
 wait for an answer (`wait_answered`): otherwise the engine would take the interpreter's lock from
 the thread, again and again, to find that there is nothing to do.
 
-    the thread dies                     another one opens a store, and takes over the questions
+    the thread dies                     another one opens a store, and takes over what waits
     the thread is stuck in the store    lookups are misses at once, until it comes back
     past its deadline
-    the store is still being opened     the same: opening Mooncake's store can take a minute, which
-                                        no question waits for
+    the store is still being opened     the same, once that takes longer than a lookup may: opening
+                                        Mooncake's store can take a minute
 
 **Evictions.** A store evicts without a message. An engine that told a router about a block has to
 notice by itself that the block is gone. So the thread asks for these blocks in turn, some at a
