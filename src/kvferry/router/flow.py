@@ -561,8 +561,10 @@ class _Trip:
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
         if wanted is not None and asked.placed is None:  # without a choice by cost
-            why = "the fewest requests in flight"
-            if self._prefilled_by is None:
+            why = "the fewest requests in flight; --place load weighs nothing else"
+            if self._prefilled_by is not None:
+                why += ", and hands every prompt over"
+            else:
                 why = next((said for said in asked.trail if said.startswith("decode-only")), why)
             option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
             self._show(Decision(option, (), why))

@@ -412,7 +412,8 @@ class LiveState:
                 "first_token_ms": self._first_tokens.percentiles_ms(),
                 "router_ms": self._router_times.percentiles_ms(),
             },
-            "outcomes": dict(self._outcomes.totals()),  # of the last minute
+            "outcomes": (outcomes := dict(self._outcomes.totals())),  # of the last minute
+            "failed": sum(outcomes.get(name, 0) for name in _FAILED),
             "points": list(self._points),
             "counts": {
                 "requests": dict(now.requests),
