@@ -3,9 +3,9 @@
 
 Each engine gets several prompts of a length, one right after another, so that the saves of one run
 while the next is computed. Then the engine's own prefix cache is emptied, and it gets the same
-prompts again, and some of them in further rounds, in which engines take turns: a machine is not
-equally fast all the time. The cache holds little more than the longest prompt; one more engine with
-kvferry has a large one.
+prompts again. Engines take turns, a few prompts each, because a machine is not equally fast all the
+time; of the longest prompt, kvferry gets all in a row, and some again later. The cache holds little
+more than the longest prompt; one more engine with kvferry has a large one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = (16, 12, 6)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
 WARM_SECONDS = 10.0
-ROUNDS, ROUND_PROMPTS = 3, 4  # of further loads, and prompts in each
+TURN_PROMPTS = 4  # that an engine gets before the next one's turn
 RATE = 0.7  # of a pinned copy
 SLOWER = 0.03  # prefill with saves
 FASTER = {8000: 2.0, 32000: 6.0}  # than computing, by tokens
@@ -142,20 +142,21 @@ def run(
     for each in engines:
         warm_up(each, min(lengths), report)
     for length, count in prompts_of(lengths).items():
-        # The engine without a connector comes first and last: clocks may change with heat.
-        for who in (PLAIN, FERRY, OFFLOAD, LARGE, PLAIN):
-            if (engine := by_name.get(who)) is None or engine.error:
-                continue
-            try:
+        for turn in range(0, count, TURN_PROMPTS):
+            for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+                if (engine := by_name.get(who)) is None or engine.error:
+                    continue
                 one = found.setdefault((who, length), Found())
-                most = many if who == FERRY and length == max(lengths) else count
-                measure(engine, length, most, one)
-            except KvferryError as error:
-                report.failed("Pool", who, f"{error}")
-        for _ in range(ROUNDS):
-            for who in (FERRY, OFFLOAD, LARGE):
-                if (who, length) in found and not (engine := by_name[who]).error:
-                    load_again(engine, length, count, found[who, length])
+                few = min(TURN_PROMPTS, count - turn)
+                try:
+                    if who != FERRY or length != max(lengths):
+                        measure(engine, length, few, one)
+                    elif not turn:
+                        measure(engine, length, many, one)
+                    else:
+                        load_again(engine, length, few, one)
+                except KvferryError as error:
+                    report.failed("Pool", who, f"{error}")
         for who in (PLAIN, FERRY, OFFLOAD, LARGE):
             if (who, length) in found and found[who, length].fresh:
                 show(fleet, report, found, who, length)
@@ -207,9 +208,8 @@ def measure(engine: Engine, length: int, count: int, found: Found) -> None:
     engine.call("reset")
 
 
-def load_again(engine: Engine, length: int, count: int, found: Found) -> None:
+def load_again(engine: Engine, length: int, last: int, found: Found) -> None:
     """The prompts that were computed last, which every store still has."""
-    last = min(ROUND_PROMPTS, count)
     seeds = seeds_of(engine, length, len(found.fresh) - last, last)
     found.again += [engine.ask(seed, length) for seed in seeds]
     engine.call("reset")

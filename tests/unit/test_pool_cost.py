@@ -115,6 +115,22 @@ def test_steps_that_are_sent_ahead_take_from_end_to_end() -> None:
     assert steps.seconds(8000) == pytest.approx(0.205, rel=0.01)
 
 
+def test_a_step_of_nothing_that_is_heard_of_late_takes_no_time_from_the_next() -> None:
+    """vLLM hears of an empty step only after it has told the device of the next one."""
+    engine = Engine(fixed=0.001)
+    steps = engine.choice.steps
+    for tokens in (16, 2000) * 4:
+        steps.sent(0, 0)
+        engine.now += 0.01
+        steps.sent(tokens, 1)
+        engine.now += 0.03  # the processor tells the device
+        steps.over()  # of the empty one
+        engine.now += engine.fixed + engine.per_token * tokens
+        steps.over()
+    assert steps.seconds(16) == pytest.approx(0.031 + 16 * 25e-6, rel=0.01)
+    assert steps.seconds(2000) == pytest.approx(0.031 + 2000 * 25e-6, rel=0.01)
+
+
 def test_a_few_odd_ones_do_not_decide() -> None:
     """Kernels that are compiled, a machine that stands still: computing and loading alike."""
     engine = Engine()

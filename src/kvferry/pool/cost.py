@@ -5,7 +5,9 @@ Both costs are learned from what this engine does anyway, as `fixed + slope * si
 
 - *computing*: a step that is mostly prefill, by its tokens. A step begins when the scheduler sends
   it, or when the step before it is over, if that is later: engines send steps ahead. So time in
-  which the engine has nothing to do counts for nothing. A request needs one step in any case. After
+  which the engine has nothing to do counts for nothing. A step that computes nothing is over at
+  once, though the engine may hear of it when it has told the device of the next one, which takes a
+  processor 30 ms where there are no CUDA graphs. A request needs one step in any case. After
   a load of the whole prompt that is a step of one token, which engines run much faster (as a CUDA
   graph), so steps that decode are learned too. Attention makes later tokens of a long prompt
   dearer, and a prompt may need several steps: for long prompts the estimate is too low, which means
@@ -24,19 +26,21 @@ The scheduler's thread calls all methods. They do a few operations on small arra
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from kvferry.costs import MOST, CostLine
 
-PREFILL_TOKENS = 16  # for each request of a step, on average; a request that decodes has fewer
+# For each request of a step, on average; a request that decodes has fewer. A step that prefills a
+# little and decodes much teaches nothing.
+PREFILL_TOKENS = 16
 MOST_STEPS = 64  # sent and not over
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
+REFIT_SECONDS = 0.25  # a fit takes 0.1 ms, and a request waits for it
 RETRY_SECONDS = 30.0  # without a load; then one is let through whatever it seems to cost
 
 Reason = Literal["", "slower", "queued"]
@@ -70,30 +74,26 @@ class StepCost:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)  # when, tokens; decode: < 0
+        self._sent: deque[tuple[float, int, int]] = deque(maxlen=MOST_STEPS)
         self._last_end = -math.inf
-        self._line = CostLine()
+        self._line = CostLine(refit_seconds=REFIT_SECONDS)
         self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
-        """Ranks get a step. One that prefills a little and decodes much teaches nothing."""
-        if tokens == requests:
-            tokens = -tokens  # all decode
-        elif tokens < PREFILL_TOKENS * requests:
-            tokens = 0
-        self._sent.append((self._clock(), tokens))
+        """Ranks get a step."""
+        self._sent.append((self._clock(), tokens, requests))
 
     def over(self) -> None:
         """The results of the oldest step that was sent are back."""
-        if not self._sent:
+        sent, tokens, requests = self._sent.popleft() if self._sent else (0.0, 0, 0)
+        if not tokens:
             return
         now = self._clock()
-        sent, tokens = self._sent.popleft()
         seconds = now - max(sent, self._last_end)
         self._last_end = now
-        if tokens > 0:
+        if tokens >= PREFILL_TOKENS * requests:
             self._line.add(tokens, seconds, now)
-        elif tokens < 0 and 0 < seconds < math.inf:
+        elif tokens == requests and 0 < seconds < math.inf:
             self._decode.append(seconds)
 
     def seconds(self, tokens: int) -> float | None:
@@ -104,7 +104,7 @@ class StepCost:
         prefill = fit.fixed + fit.slope * tokens
         if tokens > 1 or not self._decode:
             return prefill
-        return min(prefill, float(np.median(self._decode)))
+        return min(prefill, statistics.median(self._decode))
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class LoadCost:
         self._clock = clock
         self._under_way: dict[str, _Load] = {}
         self._moved = 0
-        self._line = CostLine(FORGET_SECONDS)
+        self._line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
         self._last_end = -math.inf
         self.queued_bytes = 0  # of loads that are under way
 

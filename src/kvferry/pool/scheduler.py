@@ -181,6 +181,16 @@ class PoolScheduler:
             tracker = self._trackers[request_id] = RequestTracker(ContentChain(extras()))
         return tracker
 
+    def arrived(self, request_id: str, tracker: RequestTracker, tokens: Sequence[int]) -> None:
+        """Look a new request up, so that the answer is there when the engine comes to it."""
+        if self._lookups is not None and self._may_hit(tracker, tokens):
+            self._lookups.lookup(request_id, tracker.chain, tokens)
+
+    def _may_hit(self, tracker: RequestTracker, tokens: Sequence[int]) -> bool:
+        idle = not tracker.over and tracker.loading is None
+        enough = self._reader.most_tokens(len(tokens)) >= self.align_tokens
+        return self.limits.lookup and idle and enough
+
     def matched(
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
     ) -> int | None:
@@ -189,20 +199,13 @@ class PoolScheduler:
         tracker.final = 0  # it has no blocks, or none any more
         # The request computes everything from here on, except for its local hit.
         tracker.old = self._keeps_old and (tracker.old or computed > 0)
-        most = self._reader.most_tokens(len(tokens)) if self._lookups is not None else 0
-        if (
-            self._lookups is None
-            or not self.limits.lookup
-            or tracker.over
-            or tracker.loading is not None
-            or most < self.align_tokens
-        ):
+        if self._lookups is None or not self._may_hit(tracker, tokens):
             return 0
         answer = self._lookups.lookup(request_id, tracker.chain, tokens, full=computed > 0)
         if answer is None:
             return None
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
-        hit = answer.hit_after(self._reader, most, computed)
+        hit = answer.hit_after(self._reader, self._reader.most_tokens(len(tokens)), computed)
         spec = LoadSpec(hit, computed, answer.layouts)
         if spec.tokens < 1:
             return 0

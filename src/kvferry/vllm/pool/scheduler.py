@@ -138,8 +138,9 @@ class VllmPoolScheduler:
             return
         asked = self._adapters.ask(request, self.config.lookup_seconds)
         self._requests[request.request_id] = _PoolRequest(request, asked)
-        # the lookup is under way before the scheduler comes to this request
-        self.matched(request, 0)
+        tracker = self._tracker(request)
+        if tracker is not None:
+            self.pool.arrived(request.request_id, tracker, request.all_token_ids)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         tracker = self._tracker(request)
