@@ -45,17 +45,32 @@ class NameServer:
 def peers(
     server: NameServer, secret: str | None = "a secret for these tests"
 ) -> Iterator[tuple[Caller, int]]:
-    """A caller that asks this name server, and the port of a directory on 127.0.0.1."""
+    """A caller that asks this name server, and the port of a directory on 127.0.0.1. On 127.0.0.2
+    no other process takes that port meanwhile."""
     sockets = Sockets(secret, names=Names(server.look_up))
     directory, caller = Directory(sockets), Caller(sockets)
     directory.start()
+    with socket.socket() as beside:
+        beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        while not _binds(beside, "127.0.0.2", directory.port):
+            directory.close()
+            directory = Directory(sockets)
+            directory.start()
+        try:
+            yield caller, directory.port
+        finally:
+            server.answers.set()
+            caller.close()
+            directory.close()
+            sockets.close()
+
+
+def _binds(free: socket.socket, host: str, port: int) -> bool:
     try:
-        yield caller, directory.port
-    finally:
-        server.answers.set()
-        caller.close()
-        directory.close()
-        sockets.close()
+        free.bind((host, port))
+    except OSError:
+        return False
+    return True
 
 
 def ask(caller: Caller, address: str, seconds: float = SOON) -> Any:
@@ -67,7 +82,7 @@ def dropping(host: str, port: int) -> Iterator[None]:
     """An address that neither takes connections nor refuses them: its backlog is full."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an old connection's port
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((host, port))
         server.listen(0)
         with contextlib.suppress(TimeoutError):
