@@ -71,9 +71,8 @@ def test_as_a_plan_says(tmp_path: Path) -> None:
     ("start", "stop", "pace", "ends"),
     [
         (0, 96, Pace(chunk_tokens=40), [32, 64, 96]),  # where blocks of 32 end
-        (8, 96, Pace(chunk_tokens=1 << 30, first_tokens=40), [32, 96]),  # a short one first
-        (40, 90, Pace(chunk_tokens=32, first_tokens=1), [64, 90]),  # a block at least
-        (0, 32, Pace(chunk_tokens=1 << 30, first_tokens=64), [32]),  # nothing is left after it
+        (8, 96, Pace(chunk_tokens=1 << 30), [96]),
+        (40, 90, Pace(chunk_tokens=1), [64, 90]),  # a block at least
         (64, 64, Pace(), [64]),  # a state
     ],
 )

@@ -25,6 +25,7 @@ from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.pieces import Piece
+from kvferry.pool.store import BlockAddresses
 
 REGION_SHIFT = 44  # an address in this module is region << 44 | offset
 MANY_BLOCKS = 1 << 40  # an object's block id is its block number in the sequence
@@ -56,11 +57,9 @@ class ObjectMemory:
     def object_bytes(self) -> int:
         return int(self.lengths.sum())
 
-    def addresses(self, bases: Ints, block_ids: Ints) -> Ints:
-        """Address of each range of each block: an array of blocks x ranges."""
-        first = bases[self.regions] + self.offsets
-        found: Ints = first[None, :] + block_ids[:, None] * self.strides[None, :]
-        return found
+    def addresses(self, bases: Ints, block_ids: Ints) -> BlockAddresses:
+        """Of each range of each block."""
+        return BlockAddresses(bases[self.regions] + self.offsets, self.strides, block_ids)
 
     def position(self, regions: Ints, offsets: Ints) -> Ints:
         """Offsets in the object of bytes of block 0."""

@@ -424,18 +424,16 @@ class Pace:
 
     threads: int = 4  # of loads
     chunk_tokens: int = 2048  # loaded at a time; bounds memory, and spreads work over threads
-    first_tokens: int = 0  # of a first, shorter chunk; 0: it has as many as the others
     save_objects: int = 256  # put at a time; the deadline is checked in between
 
     @classmethod
     def of(cls, store: Store) -> Pace:
         """A device that copies by itself needs few threads: they only take the interpreter's lock
         from each other, and from the engine. Its store cuts loads and puts into parts that overlap.
-        While the first tokens of a load cross the bus, the other thread finds what else there is.
         """
         if not isinstance(store, FencedStore):
             return cls()
-        return cls(threads=2, chunk_tokens=1 << 30, first_tokens=2048, save_objects=1 << 14)
+        return cls(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -667,10 +665,7 @@ def _cut(segment: Segment, plan: ReadPlan, pace: Pace) -> list[Segment]:
     if segment.start == segment.stop:  # a state
         return [segment]
     span = plan.theirs.block_tokens(segment.group)
-    step, head = (
-        max(span, tokens // span * span)
-        for tokens in (pace.chunk_tokens, pace.first_tokens or pace.chunk_tokens)
-    )
-    first = segment.start // span * span + head
+    step = max(span, pace.chunk_tokens // span * span)
+    first = segment.start // span * span + step
     bounds = [segment.start, *range(first, segment.stop, step), segment.stop]
     return [replace(segment, start=a, stop=b) for a, b in pairwise(bounds)]

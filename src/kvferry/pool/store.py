@@ -50,23 +50,50 @@ class Slices:
     length: Ints
 
 
-class Alike:
-    """Memory of objects that are alike, as one array: `address` has a row for each object."""
+class BlockAddresses:
+    """Where the ranges of blocks lie, which is worked out for those blocks that are asked for: what
+    a part of a load needs is there before the rest is known."""
 
-    __slots__ = ("address", "length", "offset")
+    __slots__ = ("_block_ids", "_first", "_strides")
 
-    def __init__(self, offset: Ints, address: Ints, length: Ints) -> None:
-        """The offset in its object and the length of each range of a row."""
-        self.offset, self.address, self.length = offset, address, length
+    def __init__(self, first: Ints, strides: Ints, block_ids: Ints) -> None:
+        """Of each range: its address in block 0, and the distance to the next block's."""
+        self._first, self._strides, self._block_ids = first, strides, block_ids
 
     def __len__(self) -> int:
-        return len(self.address)
+        return len(self._block_ids)
+
+    def __getitem__(self, at: slice) -> BlockAddresses:
+        return BlockAddresses(self._first, self._strides, self._block_ids[at])
+
+    def rows(self) -> Ints:
+        rows: Ints = self._first[None, :] + self._block_ids[:, None] * self._strides[None, :]
+        return rows
+
+
+class Alike:
+    """Memory of objects that are alike: `address` has a row for each object."""
+
+    __slots__ = ("_address", "length", "offset")
+
+    def __init__(self, offset: Ints, address: Ints | BlockAddresses, length: Ints) -> None:
+        """The offset in its object and the length of each range of a row."""
+        self.offset, self._address, self.length = offset, address, length
+
+    @property
+    def address(self) -> Ints:
+        if isinstance(self._address, BlockAddresses):
+            self._address = self._address.rows()
+        return self._address
+
+    def __len__(self) -> int:
+        return len(self._address)
 
 
 class AlikeRanges(Alike, Sequence[Ranges]):
     """`Ranges` of whole objects."""
 
-    def __init__(self, address: Ints, length: Ints) -> None:
+    def __init__(self, address: Ints | BlockAddresses, length: Ints) -> None:
         super().__init__(np.cumsum(length) - length, address, length)
 
     @overload
@@ -75,7 +102,7 @@ class AlikeRanges(Alike, Sequence[Ranges]):
     def __getitem__(self, at: slice) -> AlikeRanges: ...
     def __getitem__(self, at: int | slice) -> Ranges | AlikeRanges:
         if isinstance(at, slice):
-            return AlikeRanges(self.address[at], self.length)
+            return AlikeRanges(self._address[at], self.length)
         return Ranges(self.address[at], self.length)
 
 
@@ -88,7 +115,7 @@ class AlikeSlices(Alike, Sequence[Slices]):
     def __getitem__(self, at: slice) -> AlikeSlices: ...
     def __getitem__(self, at: int | slice) -> Slices | AlikeSlices:
         if isinstance(at, slice):
-            return AlikeSlices(self.offset, self.address[at], self.length)
+            return AlikeSlices(self.offset, self._address[at], self.length)
         return Slices(self.offset, self.address[at], self.length)
 
 

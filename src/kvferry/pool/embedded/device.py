@@ -93,14 +93,12 @@ class DeviceStore(StagedStore):
         sizes = np.array(sizes_of(objects), dtype=np.int64)
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
             return self._put_buffered(keys, objects, deadline, fence)
-        good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
             for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
-                put = _Put(
-                    self._embedded, keys[part], objects[part], sizes[part], good[part], deadline
-                )
+                good = inside(self._regions, objects[part])
+                put = _Put(self._embedded, keys[part], objects[part], sizes[part], good, deadline)
                 under_way.callback(put.close)
                 put.begin(self._bus, deadline, fence.ready if fence is not None else None)
                 if before is not None:
@@ -152,14 +150,13 @@ class DeviceStore(StagedStore):
     ) -> None:
         """Notes in `done` which objects are in their places. One thread keeps the bus busy: several
         would take the interpreter's lock from each other."""
-        good = np.array(inside(self._regions, wanted), dtype=bool)
         bounds = [0, *range(FIRST_OBJECTS, len(keys), GET_OBJECTS), len(keys)]
         before: tuple[int, Lent, Ints, Crossing] | None = None
         with contextlib.ExitStack() as under_way:
             for first, last in pairwise(bounds):
                 lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
                 some = wanted[first:last]
-                which = np.flatnonzero(lent.there & good[first:last])
+                which = np.flatnonzero(lent.there & inside(self._regions, some))
                 for few in _together(some, lent, which[_fits(some, lent, which)]):
                     objects = _objects(lent.place[few], lent.length[few], some, few)
                     crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
