@@ -30,7 +30,7 @@ PLAIN, FERRY, LARGE, OFFLOAD = (
 )
 SMALL_CACHE = 1.17  # of the longest prompt
 LARGE_CACHE = 2.5
-PROMPTS = (16, 12, 6)  # of each length; the last for all longer ones
+PROMPTS = (24, 12, 6)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
 WARM_SECONDS = 10.0
