@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.router.api import Limits
+from kvferry.router.choice.model import Decision, Option
 from kvferry.router.page.live import CacheNow
 from live_fleet import Fleet, Served, an_incident
 from router_process import router_process
@@ -230,6 +231,66 @@ def test_on_a_phone(served: Serve, open_page: Open, shots: Path, width: int) -> 
         "getComputedStyle(document.querySelectorAll('#engine-rows td')[6], '::after').content"
     )
     page.screenshot(path=shots / f"phone-{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_text_is_cut(served: Serve, open_page: Open, width: int) -> None:
+    fleet = Fleet()
+    an_incident(fleet)
+    page = open_page(served(fleet, traffic=False).url, width)
+    # Of a decision, the row is cut, and its details say all of it.
+    cut = page.evaluate(
+        "() => [...document.querySelectorAll('#app *')].filter((e) => e.offsetWidth > 1 && "
+        "getComputedStyle(e).overflowX === 'hidden' && e.scrollWidth > e.clientWidth && "
+        "!e.matches('#decisions td:not([data-label])'))"
+        ".map((e) => e.tagName + '.' + e.className + ' ' + e.textContent)"
+    )
+    assert cut == []
+    assert "…" not in page.locator("#boxes").text_content()
+
+
+def test_a_decision_says_its_first_token_or_why_there_is_none(
+    served: Serve, open_page: Open
+) -> None:
+    fleet = Fleet(stands_still=True)
+    for seconds, outcome in ((0.25, "ok"), (None, "ok"), (0.25, "broken_stream"), (None, None)):
+        option = Option("http://d:2", None, 0.2, {}, 0, "none")
+        placed = fleet.live.decided("a", 10, Decision(option, (option,), ""))
+        fleet.live.answered(placed, seconds, prefill=None, decode=option.decode)
+        if outcome is not None:
+            fleet.end(outcome, placed)
+    page = open_page(served(fleet, traffic=False).url)
+    cells = page.locator("#decisions > tbody > tr:first-child > td:nth-child(7)")
+    assert cells.all_inner_texts() == ["…", "broken stream", "not streamed", "250 ms"]
+    head = page.locator("#decisions th:nth-child(7)")
+    assert head.inner_text() == cells.first.get_attribute("data-label") == "first token"
+    page.locator("#decisions .fold").nth(2).click()
+    assert "not timed: the answer was not streamed" in text(page, "#decisions .more:visible")
+
+
+def test_red_is_for_engines_that_were_up(served: Serve, open_page: Open) -> None:
+    fleet = Fleet(decode=2)
+    fleet.pass_time(5)
+    lost, new = list(fleet.engines)[-2:]
+    fleet.change(new, up=False, was_up=False, reason="cannot connect", failed_probes=2)
+    fleet.change(lost, up=False, reason="cannot connect", failed_probes=2)
+    fleet.pass_time(2)
+    page = open_page(served(fleet, traffic=False).url)
+    seen = {}
+    for url in (lost, new):
+        row = page.locator("#engine-rows tr", has_text=url.removeprefix("http://"))
+        box = page.locator("#boxes .node", has_text=url.removeprefix("http://"))
+        state, probes = row.locator("td").nth(2), row.locator("td").nth(12)
+        seen[url] = (
+            state.inner_text().rstrip("0123456789 s"),
+            probes.inner_text(),
+            "bad" in state.get_attribute("class") + probes.get_attribute("class"),
+            box.get_attribute("class"),
+        )
+    assert seen == {
+        lost: ("down", "2", True, "node down"),
+        new: ("not up yet", "\N{EN DASH}", False, "node new"),
+    }
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -350,6 +350,22 @@ def test_recent_failures_of_an_engine_are_counted() -> None:
     assert (late["recent_failures"], late["recent_failed_probes"]) == (0, 0)
 
 
+def test_an_engine_that_never_was_up_has_not_failed() -> None:
+    world = World()
+    world.set(D, up=False, was_up=False, reason="cannot connect", failed_probes=1)
+    world.after(1)
+    world.set(D, failed_probes=5)
+    assert list(world.problems()) == [
+        f"{D} Not up yet: cannot connect. 1 other decode engine is up."
+    ]
+    assert "<td>not up yet</td>" in page_module._row(world.engines[D])
+    world.set(D, up=True, was_up=True, reason="", failed_probes=6)
+    assert world.after(1)["engines"][1]["recent_failed_probes"] == 0
+    world.set(D, up=False, reason="silent for 2 s", failed_probes=8)
+    assert list(world.problems()) == [f"{D} Down: silent for 2 s. 1 other decode engine is up."]
+    assert world.after(1)["engines"][1]["recent_failed_probes"] == 2
+
+
 def test_one_snapshot_serves_all_readers() -> None:
     world = World()
     world.after(1)

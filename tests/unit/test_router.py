@@ -382,6 +382,14 @@ def test_4xx_is_the_answer() -> None:
         assert sum(len(p.seen) for p in c.prefill) == 6
 
 
+def test_the_page_knows_engines_that_never_were_up() -> None:
+    with cluster(decode_urls=["http://127.0.0.1:1"]) as c:
+        c.servers["d0"].kill()
+        wait_until(lambda: not c.client.get("/health").json()["engines"][1]["healthy"])
+        was_up = [engine["was_up"] for engine in c.client.get("/live").json()["engines"]]
+        assert was_up == [True, True, False]  # p0, d0, and nobody
+
+
 def test_without_decode_engine_503() -> None:
     with cluster() as c:
         c.servers["d0"].kill()

@@ -197,6 +197,7 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         url=engine.url,
         roles=sorted(engine.roles, reverse=True),
         up=engine.up,
+        was_up=engine.starts > 0,
         draining=engine.draining is not None,
         trial=bool(engine.trial),
         reason=engine.reason,

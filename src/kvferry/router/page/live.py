@@ -75,6 +75,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     roles: Sequence[str]
     up: bool
+    was_up: bool = True  # at some time; before, its failed probes say only that it starts
     draining: bool = False
     trial: bool = False  # its requests failed; it gets few until one is answered
     reason: str = ""  # why it is down
@@ -316,7 +317,7 @@ class LiveState:
                 continue
             if engine.failures > old.failures:
                 self._failures.add(url, engine.failures - old.failures)
-            if engine.failed_probes > old.failed_probes:
+            if old.was_up and engine.failed_probes > old.failed_probes:
                 self._failed_probes.add(url, engine.failed_probes - old.failed_probes)
         recent = self._by_engine
         self._by_engine = {
@@ -455,7 +456,8 @@ def engine_problems(now: RouterNow, wall: float) -> dict[str, Problem]:
         if not engine.up:
             since = 0.0 if engine.down_seconds is None else wall - engine.down_seconds
             rest = sum(other.up and set(engine.roles) <= set(other.roles) for other in now.engines)
-            what = f"Down: {_cut(engine.reason)}. {rest or 'No'} other {'/'.join(engine.roles)} "
+            word = "Down" if engine.was_up else "Not up yet"
+            what = f"{word}: {_cut(engine.reason)}. {rest or 'No'} other {'/'.join(engine.roles)} "
             what += "engine is up." if rest < 2 else "engines are up."
             # An engine that is being taken out may end.
             severity: Severity = "note" if engine.draining else "warning"

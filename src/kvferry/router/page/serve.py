@@ -152,7 +152,7 @@ def _inside_html(json: bytes) -> str:
 
 
 def _row(engine: EngineNow) -> str:
-    state = "up" if engine.up else "down"
+    state = "up" if engine.up else "down" if engine.was_up else "not up yet"
     if engine.draining:
         state += ", draining"
     cells = (engine.url, " ".join(engine.roles), state, str(engine.in_flight), engine.reason)
