@@ -210,6 +210,11 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be written, with the lock."""
+        return bool(self._updates)
+
     def settle(self, deadline: float) -> None:
         """Write what waits for the lock, if anything does."""
         if self._updates:

@@ -136,8 +136,9 @@ def _call(
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
-            with contextlib.suppress(StoreError):  # a process holds the lock: the next call tries
-                self._tiers.settle(time.monotonic())
+            if self._tiers.waiting:
+                with contextlib.suppress(StoreError):  # a process has the lock: the next call tries
+                    self._tiers.settle(time.monotonic())
             return method(self, *args, **kwargs)
 
     return counted
