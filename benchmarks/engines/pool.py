@@ -47,7 +47,7 @@ class Found:
     fresh: list[Answer] = field(default_factory=list)
     again: list[Answer] = field(default_factory=list)
     hits: list[Answer] = field(default_factory=list)  # in the engine's own cache
-    settle: float = 0.0
+    settles: list[float] = field(default_factory=list)  # until no block was kept for a save
 
     @property
     def prefill(self) -> float:
@@ -197,7 +197,7 @@ def measure(engine: Engine, length: int, count: int, found: Found) -> None:
     seeds = seeds_of(engine, length, len(found.fresh), count)
     found.fresh += [engine.ask(seed, length) for seed in seeds]
     settled = engine.call("reset")
-    found.settle = settled["seconds"]
+    found.settles.append(settled["seconds"])
     if not settled["ok"]:
         raise KvferryError(f"saves of {length} tokens were not over in {settled['seconds']:.0f} s")
     if engine.connector:
@@ -241,7 +241,7 @@ def show(
         prompts=len(one.fresh),
         prefill_ms=one.prefill * 1e3,
         slower=f"{one.prefill / plain.prefill - 1:+.1%}" if plain else None,
-        saves_end_after_ms=one.settle * 1e3,
+        saves_end_after_ms=middle(one.settles) * 1e3,
         again_ms=one.from_pool * 1e3 if one.again else None,
         faster=f"{plain.prefill / one.from_pool:.1f} x" if plain and one.again else None,
         found=f"{sum(x.external for x in one.again) / expected:.1%}" if one.again else None,
@@ -335,7 +335,8 @@ def judge(
                 slower = one.prefill / plain.prefill - 1
                 report.judge(f"{what}, prefill with saves, {who}", slower, "{:+.1%}", most=SLOWER)
         least, whole = min(one.external for one in ours.again), blocks_of(fleet, length)
-        bar = f"{what}, {len(ours.fresh)} prompts in a row, found of each"
+        row = len(ours.fresh) if length == max(lengths) else min(TURN_PROMPTS, len(ours.fresh))
+        bar = f"{what}, {len(ours.fresh)} prompts, {row} in a row, found of each"
         report.judge(bar, least, "{:,} tokens", least=whole)
 
 

@@ -193,7 +193,11 @@ def plot(points: Sequence[Point], path: Path) -> None:
         ("good requests a second", {(p.who, p.rate): p.goodput for p in points}),
         (
             "gap between tokens, p99, ms",
-            {(p.who, p.rate): percentiles(p.gap_ms)[1] for p in points},
+            {
+                (p.who, p.rate): percentiles(p.gap_ms)[1]
+                for p in points
+                if 2 * len(p.first_ms) >= p.requests  # of few that ended, little can be said
+            },
         ),
     )
     parts = [
@@ -204,6 +208,10 @@ def plot(points: Sequence[Point], path: Path) -> None:
     for number, (title, values) in enumerate(charts):
         parts += chart(title, values, LEFT + number * (WIDTH + LEFT + 20))
     path.write_text("\n".join([*parts, "</svg>"]))
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def chart(title: str, values: dict[tuple[str, float], float | None], left: int) -> list[str]:
@@ -224,7 +232,7 @@ def chart(title: str, values: dict[tuple[str, float], float | None], left: int) 
         y = bottom - share * HEIGHT
         parts.append(f'<path d="M{left} {y}h{WIDTH}" stroke="#ddd"/>')
         parts.append(
-            f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{share * most_y:.3g}</text>'
+            f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_short(share * most_y)}</text>'
         )
     for rate in sorted({rate for _, rate in known}):
         x = left + rate / most_x * WIDTH

@@ -37,7 +37,8 @@ class CostLine:
 
     forget_seconds  older observations go, except for the latest few
     refit_seconds   new observations count only when the last fit is that old, or when they are all
-                    that is left, so that a busy caller does not make a fit for each of them
+                    that is left, so that a busy caller does not make a fit for each of them. How
+                    old it is tells the time that `fit` is given, or else the last observation's
     """
 
     def __init__(self, forget_seconds: float = math.inf, refit_seconds: float = 0.0) -> None:
@@ -63,10 +64,10 @@ class CostLine:
             self._seen.popleft()
         self._new += 1
 
-    def fit(self) -> Fit | None:
+    def fit(self, now: float = -math.inf) -> Fit | None:
         if not self._new or len(self._seen) < ENOUGH:
             return self._fit
-        latest = self._seen[-1][2]
+        latest = max(now, self._seen[-1][2])
         if self._new >= FEW or abs(latest - self._fitted_at) >= self._refit:
             sizes, seconds, _ = np.asarray(self._seen, dtype=np.float64).T
             self._fit = _fit(sizes, seconds)

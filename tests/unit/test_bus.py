@@ -370,6 +370,12 @@ def test_the_device_reads_what_a_processor_wrote(
     store.close()
 
 
+def test_nothing_is_put_and_nothing_is_got(on: HostDevice, tmp_path: Path) -> None:
+    _, _, store = cache_and_store(tmp_path)
+    assert store.put([], [], soon()) == store.get([], [], soon()) == []
+    store.close()
+
+
 def require_loaded(store: DeviceStore, cache: Any, final: Any, count: int) -> None:
     """The first objects come back as they were in the end; closes the store."""
     cache[:] = 0

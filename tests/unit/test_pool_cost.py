@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from kvferry.costs import ENOUGH, CostLine
-from kvferry.pool.cost import FORGET_SECONDS, RETRY_SECONDS, LoadChoice
+from kvferry.pool.cost import FORGET_SECONDS, REFIT_SECONDS, RETRY_SECONDS, LoadChoice
 
 MB = 1_000_000
 TOKEN_BYTES = 128_000
@@ -129,6 +129,18 @@ def test_a_step_of_nothing_that_is_heard_of_late_takes_no_time_from_the_next() -
         steps.over()
     assert steps.seconds(16) == pytest.approx(0.031 + 16 * 25e-6, rel=0.01)
     assert steps.seconds(2000) == pytest.approx(0.031 + 2000 * 25e-6, rel=0.01)
+
+
+def test_what_was_learned_counts_soon_also_if_nothing_more_is_learned() -> None:
+    engine = Engine(fixed=0.5, per_token=0.0)
+    for tokens in (500, 1000, 2000, 400, 300):
+        engine.step(tokens)
+    assert engine.choice.steps.seconds(500) == pytest.approx(0.5, rel=0.3)
+    engine.fixed = 0.02
+    for tokens in (500, 1000, 2000, 400, 300, 700) * 2:
+        engine.step(tokens)
+    engine.now += REFIT_SECONDS
+    assert engine.choice.steps.seconds(500) == pytest.approx(0.02, rel=0.3)
 
 
 def test_a_few_odd_ones_do_not_decide() -> None:

@@ -98,7 +98,7 @@ class StepCost:
 
     def seconds(self, tokens: int) -> float | None:
         """Of a step with so many tokens of a request; None: not known yet."""
-        fit = self._line.fit()
+        fit = self._line.fit(self._clock())
         if fit is None:
             return None
         prefill = fit.fixed + fit.slope * tokens
@@ -164,5 +164,5 @@ class LoadCost:
 
     def seconds(self, load_bytes: int) -> float | None:
         """For so many bytes; None: not known yet."""
-        fit = self._line.fit()
+        fit = self._line.fit(self._clock())
         return fit.fixed + fit.slope * load_bytes if fit is not None else None

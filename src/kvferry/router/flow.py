@@ -189,19 +189,24 @@ class Router:
         await _Trip(self, asked, None, reply).run()
 
 
+# After so long without ever being up, an engine is down, and not just starting.
+STARTING_SECONDS = 600.0
+
+
 def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
     since, fits = engine.down_since, meter.fits()
+    down = None if since is None else time.monotonic() - since
     decodes = "decode" in engine.roles
     cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
     return EngineNow(
         url=engine.url,
         roles=sorted(engine.roles, reverse=True),
         up=engine.up,
-        was_up=engine.starts > 0,
+        was_up=engine.starts > 0 or down is None or down > STARTING_SECONDS,
         draining=engine.draining is not None,
         trial=bool(engine.trial),
         reason=engine.reason,
-        down_seconds=None if since is None else time.monotonic() - since,
+        down_seconds=down,
         in_flight=engine.in_flight,
         failures=engine.failures - engine.failed_probes,
         failed_probes=engine.failed_probes,

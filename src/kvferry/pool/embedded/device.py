@@ -156,7 +156,8 @@ class DeviceStore(StagedStore):
             for first, last in pairwise(bounds):
                 lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
                 some = wanted[first:last]
-                which = np.flatnonzero(lent.there & inside(self._regions, some))
+                good = np.array(inside(self._regions, some), dtype=bool)
+                which = np.flatnonzero(lent.there & good)
                 for few in _together(some, lent, which[_fits(some, lent, which)]):
                     objects = _objects(lent.place[few], lent.length[few], some, few)
                     crossing = self._bus.back(objects, CHUNK_BYTES, deadline)

@@ -75,7 +75,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     roles: Sequence[str]
     up: bool
-    was_up: bool = True  # at some time; before, its failed probes say only that it starts
+    was_up: bool = True  # or should be by now; before, failed probes say only that it starts
     draining: bool = False
     trial: bool = False  # its requests failed; it gets few until one is answered
     reason: str = ""  # why it is down
