@@ -37,8 +37,8 @@ class CostLine:
 
     forget_seconds  older observations go, except for the latest few
     refit_seconds   new observations count only when the last fit is that old, or when they are all
-                    that is left, so that a busy caller does not make a fit for each of them. How
-                    old it is tells the time that `fit` is given, or else the last observation's
+                    that is left, so that a busy caller does not make a fit for each of them. Its
+                    age counts up to the time that `fit` is given, or else the last observation's
     """
 
     def __init__(self, forget_seconds: float = math.inf, refit_seconds: float = 0.0) -> None:

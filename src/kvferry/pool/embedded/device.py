@@ -97,8 +97,9 @@ class DeviceStore(StagedStore):
         before: _Put | None = None
         with contextlib.ExitStack() as under_way:
             for part in self._embedded.parts(sizes.tolist(), PUT_OBJECTS, self._part_bytes):
-                good = inside(self._regions, objects[part])
-                put = _Put(self._embedded, keys[part], objects[part], sizes[part], good, deadline)
+                some = objects[part]
+                good = inside(self._regions, some)
+                put = _Put(self._embedded, keys[part], some, sizes[part], good, deadline)
                 under_way.callback(put.close)
                 put.begin(self._bus, deadline, fence.ready if fence is not None else None)
                 if before is not None:
