@@ -199,6 +199,37 @@ def test_what_is_copied(
         assert (used[-1].launches > 1) == (segments in (9000, 300))
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_used_cache_is_one_launch(
+    used: list[Launched], monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Each layer is a region. A request's blocks are a long run, and the region's last block."""
+    if not together:
+        monkeypatch.setattr(stream, "TOGETHER_NUMBERS", 0)
+    memories, layers, blocks, block = Memories.make(), 4, 64, 256
+    rows = np.arange(layers, dtype=np.int64) * (blocks * block)
+    starts, lengths = np.array([3, blocks - 1]) * block, np.array([40, 1]) * block
+    zero = np.zeros(1, dtype=np.int64)
+    copies = StridedCopies(rows, rows, starts, starts[::-1] // 4, lengths, zero, zero)
+    here = rows + memories.ours.ctypes.data
+    theirs = [MemoryRegion(FAR + row, blocks * block) for row in rows.tolist()]
+    ours = [MemoryRegion(row, blocks * block) for row in here.tolist()]
+    src = Mapped.of([(theirs, memories.theirs.ctypes.data - FAR)])
+    dst = Mapped.of([(ours, 0)])
+    placed = memories.placed(copies)
+    assert list(buffers().steps(placed, src, dst)) == [41 * block * layers]
+    assert np.array_equal(memories.ours, expected(copies, memories))
+    assert [one.launches for one in used] == [1]
+    for bad in (
+        replace(placed, lengths=lengths + 16),  # the last one leaves its region
+        replace(placed, dst_segments=np.array([24 * block + 16, 0])),
+        replace(placed, src_segments=np.array([-16, 0])),
+        replace(placed, lengths=np.array([block, (1 << 63) - 1])),  # no sum with it fits
+    ):
+        with pytest.raises(OutOfBounds):
+            list(buffers().steps(bad, src, dst))
+
+
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("fill", [False, True])
 def test_single_copies_of_any_integers(used: list[Launched], triton: bool, fill: bool) -> None:

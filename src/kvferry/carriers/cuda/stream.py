@@ -236,14 +236,15 @@ class StreamBuffers:
         shortest, longest = (length, length) if length else (lows[6], highs[6])
         if shortest <= 0:
             return None
+        uneven = shortest != longest
         shifts = []
         for side, memory in enumerate((src, dst)):
             low = lows[2 + side] + lows[4 + side]
             high = highs[2 + side] + highs[4 + side] + longest
             shift = memory.shift_of(lows[side] + low, highs[side] + high)
-            if shift is None and not together:  # now exactly
-                low += int(np.minimum.reduce(tables[4 + side])) - lows[4 + side]
-                high += int(np.maximum.reduce(tables[4 + side])) - highs[4 + side]
+            if shift is None and (uneven or not together):  # now exactly
+                low = lows[2 + side] + int(np.minimum.reduce(tables[4 + side]))
+                high = highs[2 + side] + last_end(tables[4 + side], copies.lengths, longest)
                 shift = memory.shift_of(lows[side] + low, highs[side] + high)
             if shift is None:  # perhaps each row lies in a region of its own
                 own = numbers[side * rows : (side + 1) * rows]
@@ -257,7 +258,6 @@ class StreamBuffers:
         for some in bits:
             every |= some
         grain = next(g for g in GRAINS if every % g == 0)
-        uneven = shortest != longest
         if uneven:
             length, lengths = 0, numbers[total - segments : total] if together else tables[6]
             chunk = best_chunk(lengths[:: max(1, segments // SAMPLE)])
@@ -444,7 +444,7 @@ def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: 
         memory.shifted(
             rows,
             int(segments.min()) + int(steps.min()),
-            int(segments.max()) + int(steps.max()) + longest,
+            last_end(segments, copies.lengths, longest) + int(steps.max()),
         )
         is not None
         for memory, rows, segments, steps in sides
@@ -454,6 +454,16 @@ def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: 
     for part in copies.singly(WINDOW):
         src.table.require(theirs if reading else ours, part.src, part.length)
         dst.table.require(ours if reading else theirs, part.dst, part.length)
+
+
+def last_end(starts: Ints, lengths: Ints, longest: int) -> int:
+    """Where the last segment ends.
+
+    The last one to begin need not be the longest: blocks that follow each other are one segment,
+    and a cache that has been used for a while has segments of all lengths.
+    """
+    most = int(np.maximum.reduce(starts)) + longest
+    return most if most >= FAR else int(np.maximum.reduce(starts + lengths))
 
 
 def launches(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
