@@ -27,7 +27,6 @@ REFUSED = (
     "plan --from tp=2 --to tp=1 --model no-such-model",
     "plan --from tp=2,dcp=3 --to tp=1",
     "demo --transport pigeon",
-    "verify --replay 1 --pairs 2",
     "router --decode a:b@c",
     "doctor --options {",
     "pool ls --dir /nowhere/at/all",

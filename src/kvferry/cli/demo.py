@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvferry.cli.console import Json, err, print_json, refusals, write_page
+from kvferry.cli.console import Json, err, keep_page, print_json, refusals
 from kvferry.units import show_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def draw(model: str, result: DemoResult, path: Path) -> None:
 
     shapes = EngineShape.parse(result.src), EngineShape.parse(result.dst)
     planned = report(find_model(model), *shapes, PICTURE_TOKENS)
-    write_page(path, plan_page(planned, None), "picture")
+    keep_page(path, plan_page(planned, None), "picture")
 
 
 def describe(result: DemoResult) -> list[str]:
