@@ -160,10 +160,6 @@ def doctor(
     ] = "",
     host: Annotated[str | None, typer.Option(help="The `host` that you configured.")] = None,
     secret_file: Annotated[Path | None, typer.Option(help="Else KVFERRY_SECRET.")] = None,
-    between: Annotated[
-        tuple[str, str] | None,
-        typer.Option(help="Two reports of `doctor --json`, or `here`: what would be chosen."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what is installed, permitted and reachable, with advice for what is missing."""
@@ -172,5 +168,5 @@ def doctor(
 
     with refusals():
         settings = read_settings(carriers, options, host, secret_file)
-        status = examine(settings, peer, between, as_json)
+        status = examine(settings, peer, as_json)
     raise typer.Exit(status)
