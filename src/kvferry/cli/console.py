@@ -104,7 +104,7 @@ def keep_page(path: Path, page: str, what: str) -> None:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
             raise DescriptionError(f"cannot write the {what} to {path}: {error.strerror}") from None
-    err.print(f"{what}: {path}", highlight=False)
+    err.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
