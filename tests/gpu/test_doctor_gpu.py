@@ -10,7 +10,7 @@ from kvferry.carriers import make_carrier
 
 
 def test_a_gpu_is_shared_between_two_processes() -> None:
-    code, found = examine("--carriers", "cuda,tcp", "--between", "here", "here")
+    code, found = examine("--carriers", "cuda,tcp")
     assert (code, found["cuda"]["state"]) == (0, "ok")
     assert found["caches on GPUs"]["found"].startswith("cuda; else tcp")
 

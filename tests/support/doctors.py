@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 from typer.testing import CliRunner
@@ -17,17 +16,12 @@ from p2p_peers import LOOPBACK, Producer, Spec, memory_regions
 SECRET = "the right secret"
 
 
-def report(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit status, and what `--json` prints."""
+def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit status, and the findings of `--json` by name."""
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.output
-    return result.exit_code, json.loads(result.stdout.splitlines()[-1])
-
-
-def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit status, and findings by name."""
-    code, found = report(*arguments)
-    return code, {f["name"]: f for f in found["findings"]}
+    found = json.loads(result.stdout.splitlines()[-1])
+    return result.exit_code, {f["name"]: f for f in found["findings"]}
 
 
 def refused(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What `kvferry doctor` says of this host, of two hosts by their reports, and of a peer."""
+"""What `kvferry doctor` says of this host, and of a peer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from doctors import SECRET, examine, offering, refused, report
+from doctors import SECRET, examine, offering, refused
 from kvferry.bench.trial import TRIED_BYTES, Tried, child, own, try_endpoints
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.cli import doctor
-from kvferry.cli.doctor import Finding, Host, own_address
+from kvferry.cli.doctor import Finding, own_address
 from kvferry.errors import KvferryError
+from kvferry.vllm.config import FerryConfig
 from p2p_peers import LOOPBACK, Producer, Spec
 
 
-def test_this_host(tmp_path: Path) -> None:
-    code, found = examine("--between", "here", "here")
+def test_this_host() -> None:
+    code, found = examine()
     assert code == 0
     assert found["tcp"] == {
         "section": "reachable",
@@ -35,16 +35,11 @@ def test_this_host(tmp_path: Path) -> None:
         "advice": "",
     }
     expected = "local" if found["local"]["state"] == "ok" else "tcp"
-    (between,) = [f for n, f in found.items() if n.endswith(": host memory")]
-    assert between["found"].startswith(expected)
-    assert found["host memory"]["section"] == "chosen"
-    assert found["host memory"]["found"] == between["found"]
-    assert "nixl: it has no carrier_options" in between["found"]
+    chosen = found["host memory"]
+    assert chosen["section"] == "chosen" and chosen["found"].startswith(expected)
+    assert "nixl: it has no carrier_options" in chosen["found"]
     assert found["RDMA"]["found"]
     assert ("caches on GPUs" in found) == (found["CUDA"]["state"] == "ok")
-    for text in ("[]", '{"host": {"name": "a"}}', "no JSON"):
-        (tmp_path / "no-report").write_text(text)
-        assert "is no report of" in refused("--between", "here", str(tmp_path / "no-report"))
 
 
 def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,104 +179,49 @@ def test_rdma_devices(tmp_path: Path) -> None:
     assert (found.state, found.found) == ("ok", "mlx5_0; mlx5_0 port 1 ACTIVE, 400 Gb/sec (4X NDR)")
 
 
-@pytest.fixture(scope="module")
-def host() -> Host:
-    """A host without GPUs where local and tcp work, from a real report."""
-    _, found = report()
-    real = msgspec.convert(found["host"], Host)
-    tried = {name: Tried(name) for name in ("local", "tcp")}
-    tried["cuda"] = Tried("cuda", "no GPU")
-    for name in ("nixl", "mooncake"):
-        tried[name] = Tried(name, "its library is not installed")
-    return msgspec.structs.replace(real, name="a", gpu=False, tried=tried)
+GOOD = {name: Tried(name) for name in ("local", "tcp")}
 
 
-def with_(host: Host, *tried: Tried, **facts: Any) -> Host:
-    facts["tried"] = host.tried | {one.name: one for one in tried}
-    return msgspec.structs.replace(host, **facts)
+def chosen(*tried: Tried, gpu: bool = False, **keys: Any) -> Finding:
+    """The choice where local, tcp and these were tried, with these keys of the configuration."""
+    reach = GOOD | {one.name: one for one in tried}
+    return doctor.choose("memory", FerryConfig(**keys), gpu, reach)
 
 
-def with_nixl(host: Host, backend: str, **facts: Any) -> Host:
-    return with_(host, Tried("nixl", flavour=backend), **facts)
-
-
-def picks(here: Host, there: Host) -> dict[str, Finding]:
-    """By what they are about."""
-    return {f.name.rpartition(": ")[2]: f for f in doctor.between(here, there)}
-
-
-def test_between_looks_at_what_is_reachable(host: Host, tmp_path: Path) -> None:
-    there = with_(host, Tried("tcp", "no route"), name="b")
-    assert picks(host, there)["host memory"].found.startswith("local")
-    here = with_nixl(host, "UCX", configured=["nixl"])
-    there = with_(there, Tried("local", "EPERM"), Tried("nixl", "no UCX"), configured=["nixl"])
-    found = picks(here, there)["host memory"]
+def test_the_choice_looks_at_what_is_reachable() -> None:
+    assert chosen(Tried("tcp", "no route")).found.startswith("local")
+    found = chosen(Tried("local", "", "EPERM"))
+    assert found.found.startswith("tcp") and "local: EPERM" in found.found
+    failed = Tried("local", "EPERM"), Tried("tcp", "no route"), Tried("nixl", "no UCX")
+    found = chosen(*failed, carrier_options={"nixl": {}})
     assert found.state == "broken"
-    for reason in ("local: on b: EPERM", "tcp: on b: no route", "nixl: on b: no UCX"):
+    for reason in ("local: EPERM", "tcp: no route", "nixl: no UCX"):
         assert reason in found.found
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for path, one in zip(paths, (here, there), strict=True):
-        path.write_bytes(msgspec.json.encode({"host": one}))
-    code, judged = examine("--between", *map(str, paths))
-    assert (code, judged["a and b: host memory"]["found"]) == (1, found.found)
 
 
-def test_between_two_hosts_with_gpus(host: Host) -> None:
-    here = with_(host, Tried("cuda"), Tried("local", "", "EPERM"), gpu=True)
-    there = with_(here, name="b")
-    found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("cuda; else tcp")
-    assert found["host memory"].found.startswith("tcp")
-    assert "local: EPERM" in found["host memory"].found
-    # containers of one host: cuda looks at the boot only, local at the pid namespace too
-    here = with_(here, host.tried["local"])
-    there = with_(here, name="b", pid_namespace="pid:[7]")
-    found = picks(here, there)
-    assert found["caches on GPUs"].found.startswith("cuda; else tcp")
-    assert "--ipc=host" in found["caches on GPUs"].advice
-    assert found["host memory"].found.startswith("tcp")
-    assert "another pid namespace" in found["host memory"].found
-    found = picks(here, with_(there, Tried("cuda", "no peer access")))
-    assert found["caches on GPUs"].found.startswith("tcp")
-    assert "cuda: on b: no peer access" in found["caches on GPUs"].found
-    found = picks(here, with_(there, boot="another"))
-    assert found["caches on GPUs"].found.startswith("tcp")
-    assert "cuda: the peer runs on another host" in found["caches on GPUs"].found
-    assert "same secret" in found["host memory"].advice
-    assert "caches on GPUs" not in picks(here, host)
-
-
-def test_between_versions(host: Host) -> None:
-    assert set(picks(host, host)) == {"host memory"}
-    there = with_(host, kvferry="9.9.9")
-    found = picks(host, there)["versions"]
-    assert (found.state, "9.9.9" in found.found) == ("missing", True)
-    found = picks(host, with_(there, protocol=host.protocol + 1))["versions"]
-    assert (found.state, "refuse each other" in found.advice) == ("broken", True)
-
-
-def test_between_by_what_is_configured(host: Host) -> None:
-    here, there = with_nixl(host, "UCX"), with_nixl(host, "UCX", name="b", boot="another")
-    found = picks(here, there)["host memory"]
+def test_the_choice_looks_at_what_is_configured() -> None:
+    nixl = Tried("nixl", flavour="UCX")
+    found = chosen(Tried("local", "EPERM"), nixl)
     assert found.found.startswith("tcp") and "nixl: it has no carrier_options" in found.found
     assert '"carrier_options": {"nixl": {"backends": ["UCX"]}}' in found.advice
-    here = with_(here, configured=["nixl"])
-    found = picks(here, there)["host memory"]
-    assert found.found.startswith("tcp")
-    assert "nixl: b does not offer it: it has no carrier_options" in found.found
-    there = with_(there, configured=["nixl"])
-    assert picks(here, there)["host memory"].found.startswith("nixl; else tcp")
-    found = picks(here, with_nixl(there, "GDS"))["host memory"]
-    assert "nixl: b uses GDS, a UCX" in found.found
-    assert picks(here, with_nixl(there, "GDS", carriers=["nixl"]))["host memory"].state == "broken"
-    here, there = with_(host, carriers=["tcp", "local"]), with_(host, carriers=["local", "tcp"])
-    assert picks(here, there)["host memory"].found.startswith("tcp")  # the first one chooses
-    assert picks(there, here)["host memory"].found.startswith("local")
-    found_cuda = picks(
-        with_(here, carriers=["cuda", "tcp"]), with_(there, carriers=["cuda", "tcp"])
-    )
-    assert set(found_cuda) == {"caches on GPUs"}  # cuda moves no host memory
-    assert found_cuda["caches on GPUs"].found.startswith("tcp")
+    found = chosen(Tried("local", "EPERM"), nixl, carrier_options={"nixl": {}})
+    assert found.found.startswith("nixl; else tcp")
+    assert chosen(carriers=("tcp", "local")).found.startswith("tcp")
+    assert chosen(carriers=("local", "tcp")).found.startswith("local")
+
+
+def test_the_choice_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(**keys: Any) -> dict[str, str]:
+        found = doctor.chosen_here(FerryConfig(**keys), GOOD | {"cuda": Tried("cuda")})
+        return {one.name: one.found for one in found}
+
+    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
+    assert set(names()) == {"host memory"}
+    assert set(names(carriers=("cuda", "tcp"))) == {"caches on GPUs"}  # cuda moves no host memory
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    found = names()
+    assert found["host memory"].startswith("local")
+    assert found["caches on GPUs"].startswith("cuda; else tcp")
 
 
 def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,19 +272,15 @@ def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch) -> No
         assert gpu or "local: it was told to" in found["chosen, rank (0, 0)"]["found"]
 
 
-def test_a_peer_with_a_gpu(host: Host) -> None:
+def test_a_peer_with_a_gpu() -> None:
     """Chosen by what was found: no GPU here to find it with."""
-    reach = {"tcp": host.tried["tcp"], "cuda": Tried("cuda")}
-
-    def chosen(host: Host, gpu: bool = True) -> str:
-        return doctor.choose("r", host, gpu, reach, "").found
-
-    assert chosen(host).startswith("cuda; else tcp")
-    assert chosen(host, gpu=False).startswith("tcp")
+    assert chosen(Tried("cuda"), gpu=True).found.startswith("cuda; else tcp")
+    assert chosen(Tried("cuda")).found.startswith("local; else tcp")
     # what engines make of `local` on a GPU
-    assert chosen(with_(host, carriers=["local", "tcp"])).startswith("cuda; else tcp")
-    reach["cuda"] = Tried("cuda", "the peer runs on another host")
-    assert chosen(host).startswith("tcp") and "cuda: the peer runs on another" in chosen(host)
+    found = chosen(Tried("cuda"), gpu=True, carriers=("local", "tcp")).found
+    assert found.startswith("cuda; else tcp")
+    found = chosen(Tried("cuda", "the peer runs on another host"), gpu=True).found
+    assert found.startswith("tcp") and "cuda: the peer runs on another" in found
 
 
 def test_the_way_to_a_peer_begins_at() -> None:

@@ -27,7 +27,6 @@ REFUSED = (
     "plan --from tp=2 --to tp=1 --model no-such-model",
     "plan --from tp=2,dcp=3 --to tp=1",
     "demo --transport pigeon",
-    "verify --replay 1 --pairs 2",
     "router --decode a:b@c",
     "doctor --options {",
     "pool ls --dir /nowhere/at/all",
@@ -61,7 +60,7 @@ def test_no_flag_shows_a_type_in_help() -> None:
 
 
 def test_the_router_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvferry.router.api", None)
+    monkeypatch.setitem(sys.modules, "kvferry.router.app", None)
     done = CliRunner().invoke(app, ["router", "--decode", "http://127.0.0.1:1"])
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert "the extra 'router'" in done.stderr and install_command("router") in done.stderr

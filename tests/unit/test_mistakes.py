@@ -26,7 +26,6 @@ PLAN = ["plan", "--to", "tp=2", "--tokens", "64", "--from"]
 MISTAKES = [
     (["verify", "--pairs", "0"], "Invalid value for '--pairs'"),
     (["verify", "--pairs", "-1"], "Invalid value for '--pairs'"),
-    (["verify", "--replay", "3", "--pairs", "5"], "takes no --pairs"),
     (["pool", "ls", "--limit", "-3"], "Invalid value for '--limit'"),
     (["verify", "--processes", "0"], "Invalid value for '--processes'"),
     ([*PLAN, "tp=1", "--link", "0Gbit"], "must have some speed"),

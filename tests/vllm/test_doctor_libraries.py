@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from doctors import SECRET, examine, offering
-from kvferry.cli.doctor import Finding, Host, look_at_peer
+from kvferry.cli.doctor import Finding, look_at_peer
 from kvferry.vllm.config import FerryConfig
 
 LIBRARIES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
@@ -24,21 +24,21 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_configured_and_not() -> None:
     options = '{"nixl": {"backends": ["PIGEON"]}}'
-    code, found = examine("--options", options, "--between", "here", "here")
+    code, found = examine("--options", options)
     assert code == 1
     assert found["nixl"]["state"] == "broken"
     assert "no backend PIGEON in this NIXL" in found["nixl"]["found"]
-    (between,) = [f for n, f in found.items() if n.endswith(": host memory")]
-    assert "nixl: NIXL's agent does not start" in between["found"]
+    chosen = found["host memory"]
+    assert "nixl: NIXL's agent does not start" in chosen["found"]
     assert found["mooncake"]["found"] == "1 MiB read and compared"
-    assert "mooncake: it has no carrier_options" in between["found"]
-    assert OPTIONS["mooncake"] in between["advice"]
+    assert "mooncake: it has no carrier_options" in chosen["found"]
+    assert OPTIONS["mooncake"] in chosen["advice"]
 
 
 def test_a_peer_that_offers_only_libraries() -> None:
     def look(**options: dict[str, object]) -> dict[str, Finding]:
         settings = FerryConfig(carrier_options=options, secret=SECRET)
-        found = look_at_peer(address, settings, Host.here(settings, {}))
+        found = look_at_peer(address, settings)
         return {f.name: f for f in found}
 
     with offering("nixl", "mooncake") as address:

@@ -169,15 +169,12 @@ def transport_page(result: TransportResult) -> Page:
 
 def _transport_plots(result: TransportResult) -> list[tuple[str, str]]:
     """A plot for each direction."""
-    copies = [row for row in result.results if row.op == "copy"]
+    scattered = [(r.descriptor_bytes, r.gb_s) for r in result.results if r.op == "copy"]
     limits = [
-        Curve("memcpy", GREY, [(r.descriptor_bytes, result.memcpy_gb_s) for r in copies], "6 3"),
-        Curve("memcpy, scattered", GREY, [(r.descriptor_bytes, r.gb_s) for r in copies], "2 3"),
+        Curve("memcpy", GREY, [(size, result.memcpy_gb_s) for size, _ in scattered], "6 3"),
+        Curve("memcpy, scattered", GREY, scattered, "2 3"),
         Curve(
-            "one socket",
-            GREY,
-            [(r.descriptor_bytes, result.socket_gb_s) for r in copies],
-            "10 3 2 3",
+            "one socket", GREY, [(size, result.socket_gb_s) for size, _ in scattered], "10 3 2 3"
         ),
     ]
     plots = []

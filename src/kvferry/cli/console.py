@@ -97,20 +97,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
 
 
 def keep_page(path: Path, page: str, what: str) -> None:
+    """Write a page to a file, make its folders, and say where it is."""
     with refusals():
-        write_page(path, page, what)
-        err.print(f"{what}: {path}", highlight=False)
-
-
-def write_page(path: Path, page: str, what: str) -> None:
-    """Write a page to a file, and make its folders."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise DescriptionError(
-            f"cannot write the {what} to {path}: {error.strerror}; name a file that can be written"
-        ) from None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise DescriptionError(f"cannot write the {what} to {path}: {error.strerror}") from None
+    err.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -6,14 +6,13 @@
     permitted   limits of this process, and the address of `--host`
     reachable   every carrier moves bytes between two processes of this host (`trial`)
     chosen      the carrier between two engines of this host
-    between     the same for two hosts, from their reports (`--between`)
-    peer        the same for a running engine: each rank, by each carrier that it offers (`--peer`)
+    peer        the same for each rank of a running engine, by the carriers it offers (`--peer`)
 
 `carriers.auto` itself makes the choice: which carriers an engine opens, in which order it tries
 them, and which one it takes. It gets `Tried` objects in place of carriers.
 
 The exit status is 0 if everything required works: tcp on this host, and all that `--carriers`,
-`--options`, `--host`, `--peer` and `--between` name. Optional parts that are missing are reported
+`--options`, `--host` and `--peer` name. Optional parts that are missing are reported
 with advice.
 """
 
@@ -37,7 +36,6 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal
 
-import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -67,8 +65,6 @@ STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "info": "dim
 FOREVER = float("inf")
 DIRECTORY_SECONDS = 10.0
 SMALL_SHM_BYTES = 1 << 30
-HERE = "here"  # in `--between`
-OTHER_HOST = "the peer runs on another host"
 VERBS = Path("/dev/infiniband")
 MOONCAKE = "mooncake-transfer-engine"
 PACKAGES = {  # by module: the names under which it is published, and advice if it is missing
@@ -140,76 +136,31 @@ def opening(settings: FerryConfig, carrier: str) -> dict[str, Any]:
     return common | dict(settings.carrier_options.get(carrier, {}))
 
 
-class Host(msgspec.Struct, frozen=True):
-    """The facts of a host on which the choice of a carrier depends."""
-
-    name: str
-    boot: str  # the same for all containers of a host
-    pid_namespace: str
-    kvferry: str
-    protocol: int
-    gpu: bool
-    carriers: list[str]  # as configured
-    configured: list[str]  # those with carrier_options
-    tried: dict[str, Tried]
-
-    @classmethod
-    def here(cls, settings: FerryConfig, tried: dict[str, Tried]) -> Host:
-        return cls(
-            name=socket.gethostname(),
-            boot=read_text(Path("/proc/sys/kernel/random/boot_id")),
-            pid_namespace=str(Path("/proc/self/ns/pid").readlink()),
-            kvferry=__version__,
-            protocol=VERSION,
-            gpu=cuda().state == "ok",
-            carriers=list(settings.carriers),
-            configured=list(settings.carrier_options),
-            tried=tried,
-        )
-
-    @classmethod
-    def load(cls, path: str) -> Host | None:
-        """The host of a report; None for "here"."""
-        if path == HERE:
-            return None
-        try:
-            found = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
-            return msgspec.convert(found.get("host"), cls)
-        except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-            raise DescriptionError(
-                f"{path} is no report of this version's `kvferry doctor --json` ({error}); run "
-                'that on the other host and copy its output. "here" stands for this host'
-            ) from None
-
-    def opens(self, gpu: bool) -> dict[str, str]:
-        """By carrier, in the order of the configuration: why it stays closed, or an empty text."""
-        names = ["cuda" if gpu and name == "local" else name for name in self.carriers]
-        chosen = select(list(dict.fromkeys(names)), device=gpu, configured=self.configured)
-        return {one.name: one.why_not for one in chosen}
+def opens(settings: FerryConfig, gpu: bool) -> dict[str, str]:
+    """The configured carriers, in their order: why each stays closed, or an empty text."""
+    names = ["cuda" if gpu and name == "local" else name for name in settings.carriers]
+    configured = list(settings.carrier_options)
+    chosen = select(list(dict.fromkeys(names)), device=gpu, configured=configured)
+    return {one.name: one.why_not for one in chosen}
 
 
-def doctor(
-    settings: FerryConfig, peer: str | None, reports: tuple[str, str] | None, as_json: bool
-) -> int:
-    """Print a table of findings, or JSON with this host's facts. Returns the exit status."""
+def doctor(settings: FerryConfig, peer: str | None, as_json: bool) -> int:
+    """Print a table of findings, or JSON. Returns the exit status."""
     directory, _, port = (peer or "").rpartition(":")
     if peer is not None and not (directory and port.isdecimal()):
         raise DescriptionError(f"--peer is the HOST:PORT of an engine's directory, not {peer!r}")
-    hosts = [Host.load(path) for path in reports or ()]
     tried = try_host(settings)
-    host = Host.here(settings, tried)
     sections = {
         "installed": [*installed()],
         "permitted": [*permitted(settings)],
         "reachable": [*reachable(settings, tried)],
-        "chosen": [*for_each_memory(host, host)],
-        "peer": [*look_at_peer(peer, settings, host)] if peer else [],
-        "between": [*between(*(one or host for one in hosts))] if hosts else [],
+        "chosen": [*chosen_here(settings, tried)],
+        "peer": [*look_at_peer(peer, settings)] if peer else [],
     }
     healthy = all(row.state != "broken" for rows in sections.values() for row in rows)
     if as_json:
         said = [{"section": name} | asdict(row) for name, rows in sections.items() for row in rows]
-        print_json({"host": msgspec.to_builtins(host), "findings": said, "healthy": healthy})
+        print_json({"findings": said, "healthy": healthy})
     else:
         _print(sections, healthy)
     return 0 if healthy else 1
@@ -242,7 +193,7 @@ def installed() -> Iterator[Finding]:
         else:
             yield Finding(name, "ok", version)
     yield cuda()
-    if cuda().state == "ok" and device_count() > 1:
+    if has_gpu() and device_count() > 1:
         yield between_gpus(gpu_links())
     yield rdma()
 
@@ -265,6 +216,10 @@ def cuda() -> Finding:
         return Finding("CUDA", "missing", str(error), advice)
     said = f"{device_count()} GPUs, CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     return Finding("CUDA", "ok", said)
+
+
+def has_gpu() -> bool:
+    return cuda().state == "ok"
 
 
 def between_gpus(found: Mapping[tuple[int, int], str]) -> Finding:
@@ -362,7 +317,7 @@ def missing(name: str) -> str:
         return "this kvferry has no such carrier"
     if name in PACKAGES and version_of(name) is None:
         return "its library is not installed"
-    return cuda().found if name == "cuda" and cuda().state != "ok" else ""
+    return cuda().found if name == "cuda" and not has_gpu() else ""
 
 
 def reachable(settings: FerryConfig, tried: Mapping[str, Tried]) -> Iterator[Finding]:
@@ -386,75 +341,33 @@ def _reached(what: str, tried: Tried, must: bool, good: str) -> Finding:
 # Chosen
 
 
-def between(here: Host, there: Host) -> Iterator[Finding]:
-    """The choice of an engine on the first host that reads from one on the second."""
-    names = f"{here.name} and {there.name}: "
-    if here.kvferry != there.kvferry or here.protocol != there.protocol:
-        said = " and ".join(f"kvferry {h.kvferry} (protocol {h.protocol})" for h in (here, there))
-        state: State = "missing" if here.protocol == there.protocol else "broken"
-        advice = "install one version; with two protocols they refuse each other"
-        yield Finding(names + "versions", state, said, advice)
-    yield from for_each_memory(here, there, names)
-
-
-def for_each_memory(here: Host, there: Host, names: str = "") -> Iterator[Finding]:
-    """The choice for host memory, and for GPUs if both hosts have them.
+def chosen_here(settings: FerryConfig, tried: Mapping[str, Tried]) -> Iterator[Finding]:
+    """The choice between two engines of this host: for host memory, and for GPUs if it has some.
 
     An engine that names cuda has its cache on GPUs only.
     """
-    advice = ""
-    if here.boot != there.boot:
-        advice = (
-            "the network between them was not tried: `kvferry doctor --peer HOST:PORT` does. Both "
-            "engines need the same secret, and a `host` that the other one reaches"
-        )
-    elif here.pid_namespace != there.pid_namespace:
-        advice = "containers must share their namespaces: --pid=host for local, --ipc=host for cuda"
-    on_gpus = "cuda" in (*here.carriers, *there.carriers)
+    on_gpus = "cuda" in settings.carriers
     if not on_gpus:
-        reach = {name: _way(name, here, there, gpu=False) for name in here.tried}
-        yield choose(names + "host memory", here, False, reach, advice)
-    if on_gpus or (here.gpu and there.gpu):
-        reach = {name: _way(name, here, there, gpu=True) for name in here.tried}
-        yield choose(names + "caches on GPUs", here, True, reach, advice)
+        yield choose("host memory", settings, False, tried)
+    if on_gpus or has_gpu():
+        yield choose("caches on GPUs", settings, True, tried)
 
 
-def _way(name: str, here: Host, there: Host, gpu: bool) -> Tried:
-    """How a carrier reaches the second host from the first, from the tries on each host."""
-    closed = there.opens(gpu).get(name, "it is not among its `carriers`")
-    if closed and not here.opens(gpu).get(name):
-        return Tried(name, f"{there.name} does not offer it: {closed}")
-    mine, theirs = here.tried[name], there.tried.get(name, Tried(name, "it was not tried"))
-    if here is there:
-        return mine
-    failed = [(h.name, t.why_not) for h, t in ((here, mine), (there, theirs)) if t.why_not]
-    why = "; ".join(f"on {host}: {reason}" for host, reason in failed)
-    if not why and mine.flavour != theirs.flavour:
-        why = f"{there.name} uses {theirs.flavour}, {here.name} {mine.flavour}"
-    detour = mine.detour or theirs.detour
-    if name == "local" and here.pid_namespace != there.pid_namespace:
-        detour = "the peer runs in another pid namespace (container)"
-    if here.boot != there.boot:
-        why = OTHER_HOST if name == "cuda" else why
-        detour = OTHER_HOST if name == "local" else detour
-    return msgspec.structs.replace(mine, why_not=why, detour=detour)
-
-
-def choose(what: str, host: Host, gpu: bool, reach: Mapping[str, Tried], advice: str) -> Finding:
-    """The carrier that an engine of `host` uses. `reach`: how each offered carrier reaches it."""
-    opens = host.opens(gpu)
+def choose(what: str, settings: FerryConfig, gpu: bool, reach: Mapping[str, Tried]) -> Finding:
+    """The carrier that an engine here uses. `reach`: how each offered carrier reaches the peer."""
+    configured = opens(settings, gpu)
     ways: list[Any] = [  # in place of carriers, for `carriers.auto`
         reach.get(name, Tried(name, "the peer does not offer it"))
-        for name, closed in opens.items()
+        for name, closed in configured.items()
         if not closed
     ]
-    if host.carriers == [AUTO]:
+    if settings.carriers == (AUTO,):
         ways = list(fastest_first(ways))
     out = {way.name: way.why_not or way.detour for way in ways}
-    out |= {name: closed for name, closed in opens.items() if closed}
-    more = [advice] if advice else []
+    out |= {name: closed for name, closed in configured.items() if closed}
+    more = []
     for name in LIBRARIES:
-        if opens.get(name) and name in reach and not reach[name].why_not:
+        if configured.get(name) and name in reach and not reach[name].why_not:
             options = json.dumps({name: options_of(name, reach[name].flavour)})
             more.append(f'for auto to open {name}, on both: "carrier_options": {options}')
     advice = "; ".join(more)
@@ -486,7 +399,7 @@ def options_of(name: str, flavour: str) -> dict[str, Any]:
 # A running engine
 
 
-def look_at_peer(address: str, settings: FerryConfig, host: Host) -> Iterator[Finding]:
+def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
     """Findings about the directory, every carrier, and the chosen carrier for each rank."""
     try:
         seen = _ask_directory(address, settings.secret)
@@ -519,8 +432,8 @@ def look_at_peer(address: str, settings: FerryConfig, host: Host) -> Iterator[Fi
             yield _reached(f"{name}, {where}", one, must, good)
     for where, rank in ranks.items():
         reach = {name: by_rank[where] for name, by_rank in tried.items() if where in by_rank}
-        gpu = host.gpu and "cuda" in rank.carriers
-        found = choose(f"chosen, {where}", host, gpu, reach, "")
+        gpu = has_gpu() and "cuda" in rank.carriers
+        found = choose(f"chosen, {where}", settings, gpu, reach)
         memory = "caches on GPUs" if gpu else "host memory"
         said = f"{found.found} (it offers {', '.join(rank.carriers) or 'nothing'}; for {memory})"
         yield replace(found, found=said)

@@ -27,36 +27,30 @@ app = Commands(help="The embedded store of this host.", no_args_is_help=True)
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
 ]
-Disk = Annotated[Path | None, typer.Option("--disk-dir", help="Its disk tier, if it moved.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")]
 LONG_SECONDS = 3600.0
 
 
 @contextmanager
-def _opened(directory: Path | None, disk: Path | None) -> Iterator[EmbeddedStore]:
+def _opened(directory: Path | None) -> Iterator[EmbeddedStore]:
     """Open an existing store with its own sizes. Never creates a store."""
     with refusals():
         place = directory or default_directory()
         found = peek(place / "index")
         if found is None:
             raise StoreError(f"there is no store at {place}; name its directory with --dir")
-        if disk is not None and not found.disk_bytes:
-            raise StoreError(f"the store at {place} has no disk tier; leave --disk-dir out")
-        if found.disk_bytes and disk is None:
-            disk = place / DISK_LINK
-            if not disk.exists():
-                raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")
-        tier = disk if found.disk_bytes else None
-        store = EmbeddedStore(place, found.memory_bytes, tier, found.disk_bytes, slots=found.slots)
+        disk = place / DISK_LINK if found.disk_bytes else None
+        if disk is not None and not disk.exists():
+            raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")
+        store = EmbeddedStore(place, found.memory_bytes, disk, found.disk_bytes, slots=found.slots)
         with closing(store):
             yield store
 
 
 @app.command()
-def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
+def stats(directory: Directory = None, as_json: Json = False) -> None:
     """Show what the store holds, and its counters."""
-    with _opened(directory, disk) as store:
+    with _opened(directory) as store:
         values = {**store.counters(), "policy": store.learned()}
     if as_json:
         print_json(values)
@@ -69,12 +63,11 @@ def stats(directory: Directory = None, disk: Disk = None, as_json: Json = False)
 @app.command("ls")
 def list_objects(
     directory: Directory = None,
-    disk: Disk = None,
     limit: Annotated[int, typer.Option(help="Most objects to list.", min=0)] = 50,
     as_json: Json = False,
 ) -> None:
     """List objects, the next to be evicted first."""
-    with _opened(directory, disk) as store:
+    with _opened(directory) as store:
         listed = list(itertools.islice(store.listed(), limit))
     if as_json:
         print_json([asdict(one) for one in listed])
@@ -87,10 +80,10 @@ def list_objects(
 
 
 @app.command()
-def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False) -> None:
+def verify(directory: Directory = None, as_json: Json = False) -> None:
     """Read and check every object, and remove damaged ones. Status 1: some were damaged. Status 2:
     none was, but some could not be read."""
-    with _opened(directory, disk) as store:
+    with _opened(directory) as store:
         found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:
         print_json({"good": found.good, "corrupt": found.corrupt, "unread": found.unread})
@@ -108,38 +101,28 @@ def verify(directory: Directory = None, disk: Disk = None, as_json: Json = False
 def evict(
     size: Annotated[str, typer.Argument(help="How much to free: 80GB, 512MB, ...")],
     directory: Directory = None,
-    disk: Disk = None,
     yes: Yes = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Remove the least valuable objects."""
     with refusals():
         wanted = parse_size(size)
-    with _opened(directory, disk) as store:
-        if _agreed(store, f"Free {show_bytes(wanted)}", yes, dry_run):
-            count = store.evict(wanted, time.monotonic() + LONG_SECONDS)
-            print(f"removed {count:,} objects")
-        else:
-            freed = itertools.accumulate((one.bytes for one in store.listed()), initial=0)
-            count = sum(1 for _ in itertools.takewhile(lambda bytes_: bytes_ < wanted, freed))
-            print(f"would remove {min(count, store.counters()['objects']):,} objects")
+    with _opened(directory) as store:
+        _ask(store, f"Free {show_bytes(wanted)}", yes)
+        count = store.evict(wanted, time.monotonic() + LONG_SECONDS)
+    print(f"removed {count:,} objects")
 
 
 @app.command()
-def clear(
-    directory: Directory = None, disk: Disk = None, yes: Yes = False, dry_run: DryRun = False
-) -> None:
+def clear(directory: Directory = None, yes: Yes = False) -> None:
     """Remove all objects."""
-    with _opened(directory, disk) as store:
-        if _agreed(store, "Remove all of them", yes, dry_run):
-            count = store.clear(time.monotonic() + LONG_SECONDS)
-            print(f"removed {count:,} objects")
-        else:
-            print(f"would remove {store.counters()['objects']:,} objects")
+    with _opened(directory) as store:
+        _ask(store, "Remove all of them", yes)
+        count = store.clear(time.monotonic() + LONG_SECONDS)
+    print(f"removed {count:,} objects")
 
 
-def _agreed(store: EmbeddedStore, what: str, yes: bool, dry_run: bool) -> bool:
-    """Name the store and its size, and ask. False for a dry run; a no ends the command."""
+def _ask(store: EmbeddedStore, what: str, yes: bool) -> None:
+    """Name the store and its size, and ask. A no ends the command."""
     found = store.counters()
     memory, disk = (show_bytes(found[f"{tier}_bytes"]) for tier in ("memory", "disk"))
     err.print(
@@ -149,11 +132,8 @@ def _agreed(store: EmbeddedStore, what: str, yes: bool, dry_run: bool) -> bool:
         markup=False,
         soft_wrap=True,
     )
-    if dry_run:
-        return False
     if not yes:
         try:
             typer.confirm(f"{what}?", abort=True, err=True)
         except typer.Abort:
             raise StoreError("nothing was removed; answer y, or say --yes in a script") from None
-    return True

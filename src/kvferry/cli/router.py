@@ -14,6 +14,8 @@ from rich.console import Console
 
 from kvferry.cli.console import Commands, Json, print_json, refusals, say, table
 from kvferry.errors import DescriptionError, KvferryError, install_command
+from kvferry.router.api import Limits, RouterConfig, base_url
+from kvferry.router.keys import admin_token
 
 app = Commands(invoke_without_command=True)
 
@@ -87,9 +89,7 @@ def router(
         return
     with refusals():
         with _extra():
-            from kvferry.router.api import Limits, RouterConfig
             from kvferry.router.app import serve
-            from kvferry.router.keys import admin_token
             from kvferry.router.server import Listen
         config = RouterConfig(
             tuple(prefill or ()),
@@ -176,10 +176,8 @@ def drain(
     deadline = time.monotonic() + wait
     with refusals():
         while wait > 0:
-            drained = {
-                e["url"] for e in _ask(at, token_file, ca, "GET")["engines"] if not e["idle"]
-            }
-            busy = drained & {_address(url) for url in urls}
+            engines = _ask(at, token_file, ca, "GET")["engines"]
+            busy = {e["url"] for e in engines if not e["idle"]} & {base_url(url) for url in urls}
             if not busy:
                 break
             if time.monotonic() > deadline:
@@ -202,12 +200,6 @@ def _extra() -> Iterator[None]:
         raise DescriptionError(
             f"the router needs the extra 'router' ({error}): {install_command('router')}"
         ) from None
-
-
-def _address(url: str) -> str:
-    from kvferry.router.api import base_url
-
-    return base_url(url)
 
 
 def _each(urls: list[str], do: Callable[[str], dict[str, Any]]) -> None:
@@ -243,7 +235,6 @@ def _ask(
 
         from kvferry.router.admin import PATH
         from kvferry.router.fleet.engines import trusting
-        from kvferry.router.keys import admin_token
     token = admin_token(token_file)
     if token is None:
         raise DescriptionError(
@@ -253,7 +244,7 @@ def _ask(
     try:
         answer = httpx.request(
             method,
-            _address(at) + PATH,
+            base_url(at) + PATH,
             params=None if url is None else {"url": url},
             json=body,
             headers={"authorization": f"Bearer {token}"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
 from kvferry.cli.page import Curve, Page, TableSheet, plot
 from kvferry.errors import DescriptionError
-from kvferry.simulate.engine import MEASURED, EngineRates, read_rates
+from kvferry.simulate.engine import MEASURED, read_rates
 from kvferry.simulate.run import POLICIES, FleetShape, Plan, Policy, SimulationResult
 from kvferry.simulate.run import simulate as run_one
 from kvferry.simulate.trace import Trace, read_trace
@@ -58,36 +58,32 @@ def simulate(
     requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
     first_token_ms: Annotated[float, typer.Option(help="Of a good request, at most.")] = 2000.0,
     token_ms: Annotated[float, typer.Option(help="And for each later token.")] = 50.0,
-    hash_blocks: Annotated[int, typer.Option(help="That prefix-hash looks at.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal results.")] = 1,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
     """Replay a trace through the router's choice over modelled engines, before buying them."""
     with refusals():
-        costs = read_rates(rates or MEASURED)
-        shape = FleetShape.read(engines)
         policies = _policies(policy or ["cost"])
+        plan = Plan(
+            policy=policies[0],
+            shape=FleetShape.read(engines),
+            rates=read_rates(rates or MEASURED),
+            blocks=blocks,
+            pool_blocks=pool_blocks,
+            seed=seed,
+            first_token_seconds=first_token_ms / 1000,
+            token_seconds=token_ms / 1000,
+        )
         read = read_trace(trace, requests)
-        runs = []
-        for times in speed or [1.0]:
-            faster = read.faster(times)
-            for name in policies:
-                plan = Plan(
-                    policy=name,
-                    shape=shape,
-                    rates=costs,
-                    blocks=blocks,
-                    pool_blocks=pool_blocks,
-                    seed=seed,
-                    hash_blocks=hash_blocks,
-                    first_token_seconds=first_token_ms / 1000,
-                    token_seconds=token_ms / 1000,
-                )
-                runs.append(Run(times, run_one(faster, plan)))
-        about = _about(read, shape, costs, blocks, pool_blocks, first_token_ms, token_ms)
+        runs = [
+            Run(times, run_one(read.faster(times), replace(plan, policy=name)))
+            for times in speed or [1.0]
+            for name in policies
+        ]
+        about = _about(read, plan)
         if html is not None:
-            page = result_page(f"{trace.name} on {shape} engines", about, runs)
+            page = result_page(f"{trace.name} on {plan.shape} engines", about, runs)
             keep_page(html, page.html(), "page")
     if as_json:
         print_json({"about": about, "runs": [_as_json(run) for run in runs]})
@@ -112,23 +108,15 @@ def _policies(names: list[str]) -> list[Policy]:
     return cast(list[Policy], list(dict.fromkeys(names)))
 
 
-def _about(
-    trace: Trace,
-    shape: FleetShape,
-    rates: EngineRates,
-    blocks: int | None,
-    pool_blocks: int,
-    first_token_ms: float,
-    token_ms: float,
-) -> list[str]:
-    size = trace.block_tokens
-    if blocks is None:
-        blocks = int(rates.cache_bytes / rates.bytes_per_token / size)
+def _about(trace: Trace, plan: Plan) -> list[str]:
+    size, rates, pool = trace.block_tokens, plan.rates, plan.pool_blocks
+    blocks = plan.blocks or int(rates.cache_bytes / rates.bytes_per_token / size)
+    first_ms, token_ms = 1000 * plan.first_token_seconds, 1000 * plan.token_seconds
     lines = [
-        f"{len(trace.requests):,} requests over {trace.seconds:,.0f} s. {shape} engines, each with "
-        f"a cache of {blocks:,} blocks of {size} tokens"
-        + (f", and a pool of {pool_blocks:,} blocks." if pool_blocks else "."),
-        f"Good: first token within {first_token_ms:g} ms, {token_ms:g} ms for each later one.",
+        f"{len(trace.requests):,} requests over {trace.seconds:,.0f} s. {plan.shape} engines, each "
+        f"with a cache of {blocks:,} blocks of {size} tokens"
+        + (f", and a pool of {pool:,} blocks." if pool else "."),
+        f"Good: first token within {first_ms:g} ms, {token_ms:g} ms for each later one.",
     ]
     if rates.about:
         measured = f" Measured by: {rates.command}" if rates.command else ""

@@ -52,15 +52,14 @@ class View:
 
     def write(
         self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None
-    ) -> int:
-        """Write blocks `ids`, and return the number of bytes.
+    ) -> None:
+        """Write blocks `ids`.
 
         `entries` (blocks x tiles x slots) are of the request and component that `key` names. Every
         byte of an empty slot becomes `empty`. Without entries, all slots are empty.
         """
         for some, values in self._expected(ids, empty, key, entries):
             self.array[:, some] = values
-        return self.block_bytes * len(ids)
 
     def wrong(
         self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None

@@ -10,8 +10,8 @@ The demo's main process tells its ranks over a pipe which of these methods to ca
     delivered()      -> int         producer: number of holds that closed as delivered
     check()          -> Checked     consumer: compare every byte with its expected value
 
-A working rank reports the bytes that it has done. It ends when the pipe closes. Producers are idle
-while consumers load, because reading is one-sided.
+A working rank reports each request that it has done. It ends when the pipe closes. Producers are
+idle while consumers load, because reading is one-sided.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from typing import Any
@@ -67,7 +68,7 @@ LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo ta
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
-Report = Callable[[int], None]
+Report = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it, and closes the pipe
     with suppress(ConnectionError), ExitStack() as stack:
         try:
-            made = kind(work, rank, transport, pipe.send)
+            made = kind(work, rank, transport, partial(pipe.send, None))
             stack.callback(made.close)
             while True:
                 name, arguments = pipe.recv()
@@ -243,13 +244,12 @@ class PrefillRank(DemoRank):
             used = [self.table(view, request) for request in self.work.requests]
             view.write(self.blocks_but(view, used), POISON)
         for request in self.work.requests:
-            self.report(sum(self._fill(view, request) for view in self.views))
+            for view in self.views:
+                extent = source_extent(view.group, self.engine.shape, request.tokens)
+                ids, entries = self.places(view, request, extent, extent.first_held)
+                view.write(ids, POISON, self.key_of(request, view), entries)
+            self.report()
         self.memory.publish()
-
-    def _fill(self, view: View, request: DemoRequest) -> int:
-        extent = source_extent(view.group, self.engine.shape, request.tokens)
-        ids, entries = self.places(view, request, extent, extent.first_held)
-        return view.write(ids, POISON, self.key_of(request, view), entries)
 
     def hold(self, tickets: list[Ticket]) -> None:
         for ticket, tables in zip(tickets, self.engine.tables, strict=True):
@@ -302,7 +302,7 @@ class DecodeRank(DemoRank):
             (loaded,) = done
             if not loaded.ok:
                 raise TransferError(f"request {request.number}: {loaded.error}")
-            self.report(loaded.bytes)
+            self.report()
         return RankMoved(self.consumer.stats(), self.consumer.links)
 
     def check(self) -> Checked:
@@ -311,7 +311,6 @@ class DecodeRank(DemoRank):
         arrived, guarded, wrong = 0, 0, 0
         loaded: list[list[Ints]] = [[] for _ in work.model.groups]
         for request in work.requests:
-            before = arrived
             for view in self.views:
                 extent = destination_extent(
                     view.group, work.src.shape, work.dst.shape, request.tokens, request.skip
@@ -323,7 +322,7 @@ class DecodeRank(DemoRank):
                 present = int(np.count_nonzero(entries != ABSENT))
                 arrived += present * slot_bytes
                 guarded += (entries.size - present) * slot_bytes
-            self.report(arrived - before)
+            self.report()
         for view in self.views:
             sharing = loaded if work.dst.shape.overlay else [loaded[self.group_of(view)]]
             free = self.blocks_but(view, [ids for group in sharing for ids in group])

@@ -21,13 +21,13 @@ from __future__ import annotations
 import multiprocessing
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
 from kvferry.demo.rank import (
@@ -41,7 +41,7 @@ from kvferry.demo.rank import (
     rank_main,
 )
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, DemoWork, find_model, make_work
-from kvferry.errors import DescriptionError, KvferryError, PermissionDenied, TransferError
+from kvferry.errors import DescriptionError, KvferryError, TransferError
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.layout.shape import EngineShape, Rank
@@ -49,12 +49,12 @@ from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
 from kvferry.units import show_bytes
 
-METHODS = {"auto": AUTO, "vm": "local"}  # carriers by method
 TRANSPORTS = (AUTO, *CARRIERS)
 MOST_RANKS = 64  # of both engines
 MEMORY_PART = 0.8  # of the free memory that the demo may use
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
-FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is terminated
+FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is killed
+Progress = Callable[[str, int, int], None]  # a phase, requests that ranks have done in it, of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class DemoResult:
     gb_per_s: float
     method: str
     why: str  # the reason for the method
-    asked: str  # the requested method or transport
+    asked: str  # the requested transport
     seconds: float  # of the whole run, with starting processes, filling and checking
     transfer_seconds: float
     copy_gb_per_s: float
@@ -96,22 +96,6 @@ class DemoResult:
         return {**asdict(self), "ok": self.ok}
 
 
-class Watch(Protocol):
-    """Shows the demo's progress."""
-
-    def say(self, text: str) -> None: ...
-    def phase(self, name: str, total_bytes: int) -> None: ...
-    def advance(self, done_bytes: int) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
-
-    def say(self, text: str) -> None: ...
-    def phase(self, name: str, total_bytes: int) -> None: ...
-    def advance(self, done_bytes: int) -> None: ...
-
-
 def run_demo(
     model_name: str = DEMO_MODEL,
     from_shape: str = DEMO_FROM,
@@ -120,19 +104,14 @@ def run_demo(
     min_bytes: int = 1 << 30,
     requests: int = 300,
     seed: int = 0,
-    method: str = "auto",
-    transport: str = "",
-    progress: Watch | None = None,
+    transport: str = AUTO,
+    progress: Progress = lambda phase, done, total: None,
 ) -> DemoResult:
     """Run the whole demo, and return what it found."""
-    if method not in METHODS:
-        raise DescriptionError(f"method must be one of {', '.join(METHODS)}, found {method!r}")
-    if transport and (method != "auto" or transport not in TRANSPORTS):
+    if transport not in TRANSPORTS:
         raise DescriptionError(
-            f"transport must be one of {', '.join(TRANSPORTS)}, without a method; found "
-            f"{transport!r} and method {method!r}"
+            f"transport must be one of {', '.join(TRANSPORTS)}, found {transport!r}"
         )
-    watch = progress or Silent()
     started = time.monotonic()
     _require_memory(2 * min_bytes)  # before block tables of that size are made
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
@@ -144,32 +123,21 @@ def run_demo(
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    _require_memory(work.src.pool_bytes(work.model) + work.dst.pool_bytes(work.model))
-    watch.say(
-        f"{len(src.ranks)} prefill ranks ({src.describe()}) and {len(dst.ranks)} decode ranks "
-        f"({dst.describe()}), each a process; {len(work.requests)} requests"
-    )
-    carrier = transport or METHODS[method]
-    with closing(Prefill(work)) as prefill, Crew(watch.advance) as crew:
-        crew.start(work, carrier)
+    with closing(Prefill(work)) as prefill, Crew(work, progress) as crew:
+        crew.start(transport)
         prefill.introduce(crew.ask(crew.prefill, "describe"))
-        watch.phase("fill", work.src.held_bytes(work.model))
-        crew.ask(crew.everyone, "fill")
+        crew.ask(crew.decode, "fill")
+        crew.ask(crew.prefill, "fill")
         crew.ask(crew.prefill, "hold", prefill.tickets)
-        watch.phase("move", work.bytes)
         begun = time.monotonic()
         params = [ticket.to_params() for ticket in prefill.tickets]  # as a router passes them on
         moved: list[RankMoved] = crew.ask(crew.decode, "load", params)
         transfer_seconds = time.monotonic() - begun
-        way, why = _reached(carrier, [link for one in moved for link in one.links])
-        if method == "vm" and way != METHODS["vm"]:
-            raise PermissionDenied(why)
-        watch.say(f"method {way}: {why}")
         delivered: list[int] = crew.ask(crew.prefill, "delivered")
         if min(delivered) < len(work.requests):
             raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
-        watch.phase("check", work.bytes)
         checked: list[Checked] = crew.ask(crew.decode, "check")
+    way, why = _reached(transport, [link for one in moved for link in one.links])
     stats = [one.stats for one in moved]
     total = sum(one.bytes for one in stats)
     return DemoResult(
@@ -179,7 +147,7 @@ def run_demo(
         gb_per_s=total / transfer_seconds / 1e9,
         method=way,
         why=why,
-        asked=transport or method,
+        asked=transport,
         seconds=time.monotonic() - started,
         transfer_seconds=transfer_seconds,
         copy_gb_per_s=total / max(one.seconds["read"] for one in stats) / 1e9,
@@ -254,7 +222,6 @@ class Prefill:
 class Member:
     """A rank's process. The pipe ends when the process does."""
 
-    name: str
     process: BaseProcess
     pipe: Connection
 
@@ -266,8 +233,8 @@ class Crew:
     names the rank, and all other ranks end too.
     """
 
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self.advance = advance  # called with the bytes that a rank reports
+    def __init__(self, work: DemoWork, progress: Progress) -> None:
+        self._work, self._progress = work, progress
         self.prefill: list[Member] = []
         self.decode: list[Member] = []
 
@@ -275,7 +242,7 @@ class Crew:
     def everyone(self) -> list[Member]:
         return [*self.prefill, *self.decode]
 
-    def start(self, work: DemoWork, transport: str) -> None:
+    def start(self, transport: str) -> None:
         """Start all ranks."""
         context = multiprocessing.get_context("forkserver")
         # The fork server imports the modules of ranks once. A rank is then a fork of it.
@@ -284,15 +251,15 @@ class Crew:
         def member(kind: type[PrefillRank | DecodeRank], role: str, rank: Rank) -> Member:
             name = f"{role} rank pp{rank.pp} tp{rank.tp}"
             ours, theirs = context.Pipe()
-            arguments = (kind, work, rank, transport, theirs)
+            arguments = (kind, self._work, rank, transport, theirs)
             process = context.Process(target=rank_main, args=arguments, name=name, daemon=True)
             process.start()
             theirs.close()
-            return Member(name, process, ours)
+            return Member(process, ours)
 
-        for rank in work.src.shape.ranks:
+        for rank in self._work.src.shape.ranks:
             self.prefill.append(member(PrefillRank, "prefill", rank))
-        for rank in work.dst.shape.ranks:
+        for rank in self._work.dst.shape.ranks:
             self.decode.append(member(DecodeRank, "decode", rank))
 
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
@@ -302,25 +269,34 @@ class Crew:
                 member.pipe.send((name, arguments))
         by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
         answers: dict[Member, Any] = {}
+        done, total = 0, len(members) * len(self._work.requests)
         while len(answers) < len(members):
             # The pipe of a rank that has nothing to answer is ready only when the rank has ended.
             ready = wait(list(by_pipe), SILENCE_SECONDS)
             if not ready:
-                silent = ", ".join(m.name for m in members if m not in answers)
+                silent = ", ".join(m.process.name for m in members if m not in answers)
                 raise TransferError(
                     f"no word from {silent} for {SILENCE_SECONDS:.0f} s while waiting for "
                     f"{name!r}; the machine is overloaded, or a rank hangs"
                 )
             for member in map(by_pipe.__getitem__, ready):
-                with _while_alive(member, name):
+                try:
                     told = member.pipe.recv()
+                except (EOFError, ConnectionError):
+                    member.process.join(FAREWELL_SECONDS)
+                    raise TransferError(
+                        f"{member.process.name} ended with status {member.process.exitcode} during "
+                        f"{name!r}; a negative status is a signal (-9: often out of memory). All "
+                        "other ranks were ended too"
+                    ) from None
                 match told:
                     case Done(value):
                         answers[member] = value
                     case KvferryError():
                         raise told
-                    case done_bytes:
-                        self.advance(done_bytes)
+                    case None:
+                        done += 1
+                        self._progress(name, done, total)
         return [answers[member] for member in members]
 
     def __enter__(self) -> Crew:
@@ -330,26 +306,9 @@ class Crew:
         for member in self.everyone:
             member.pipe.close()  # an idle rank ends now
         # After a good run, ranks get time to end by themselves.
-        grace_seconds = FAREWELL_SECONDS if kind is None else 0.0
-        for end in (BaseProcess.terminate, BaseProcess.kill):
-            deadline = time.monotonic() + grace_seconds
-            for member in self.everyone:
-                member.process.join(max(0.0, deadline - time.monotonic()))
-                if member.process.is_alive():
-                    end(member.process)
-            grace_seconds = FAREWELL_SECONDS
+        deadline = time.monotonic() + (FAREWELL_SECONDS if kind is None else 0.0)
+        for member in self.everyone:
+            member.process.join(max(0.0, deadline - time.monotonic()))
+            member.process.kill()
         for member in self.everyone:
             member.process.join(FAREWELL_SECONDS)
-
-
-@contextmanager
-def _while_alive(member: Member, name: str) -> Iterator[None]:
-    """Raise an error that names the rank if its process has ended."""
-    try:
-        yield
-    except (EOFError, ConnectionError):
-        member.process.join(FAREWELL_SECONDS)
-        raise TransferError(
-            f"{member.name} ended with status {member.process.exitcode} during {name!r}; a "
-            "negative status is a signal (-9: often out of memory). All other ranks were ended too"
-        ) from None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 
@@ -64,27 +64,6 @@ class DemoEngine:
     @property
     def blocks(self) -> int:
         return 1 + max(int(pool[-1]) for pool in self.pools)
-
-    def pool_bytes(self, model: CacheModel) -> int:
-        return self._bytes(model, [len(pool) for pool in self.pools])
-
-    def held_bytes(self, model: CacheModel) -> int:
-        """Bytes of all blocks that requests hold."""
-        null = self.shape.null_block or 0
-        by_group = [np.concatenate(tables) for tables in zip(*self.tables, strict=True)]
-        return self._bytes(model, [int(np.count_nonzero(ids != null)) for ids in by_group])
-
-    def _bytes(self, model: CacheModel, blocks: Sequence[int]) -> int:
-        """Bytes on all ranks of this many blocks of each group."""
-        shape = self.shape
-        return sum(
-            count
-            * len(shape.layers(model, group, rank.pp))
-            * shape.entries(group)[0]
-            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
-            for rank in shape.ranks
-            for group, count in zip(model.groups, blocks, strict=True)
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
