@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet
-from benchmarks.engines.report import Report, middle
+from benchmarks.report import Report, at_least, at_most, middle
 from kvferry.errors import DescriptionError, KvferryError
 
 PLAIN, FERRY, LARGE, OFFLOAD = (
@@ -280,7 +280,8 @@ def rates(
                 saved = ("save, from its step's end on", save, "out")
                 for what, rate, limit in (saved, ("load", seen, "in")):
                     share = (rate or 0.0) / pinned[limit]
-                    report.judge(f"pool: {what}, of a pinned copy", share, "{:.0%}", least=RATE)
+                    bar = f"pool: {what}, of a pinned copy"
+                    report.judge(at_least(bar, share, RATE, "{:.0%}"))
 
 
 def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -325,19 +326,22 @@ def judge(
         what = f"pool: {length:,} tokens"
         if length in FASTER:
             times = plain.prefill / ours.from_pool
-            report.judge(f"{what}, faster than computing", times, "{:.1f} x", least=FASTER[length])
+            bar = f"{what}, faster than computing"
+            report.judge(at_least(bar, times, FASTER[length], "{:.1f} x"))
         theirs = found.get((OFFLOAD, length))
         if theirs is not None and theirs.again:
             first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
-            report.judge(f"{what}, first token beside {OFFLOAD}", first, "{:.1f} ms", most=most)
+            bar = f"{what}, first token beside {OFFLOAD}"
+            report.judge(at_most(bar, first, most, "{:.1f} ms"))
         for who in (FERRY, LARGE):
             if (one := found.get((who, length))) is not None and one.fresh:
                 slower = one.prefill / plain.prefill - 1
-                report.judge(f"{what}, prefill with saves, {who}", slower, "{:+.1%}", most=SLOWER)
+                bar = f"{what}, prefill with saves, {who}"
+                report.judge(at_most(bar, slower, SLOWER, "{:+.1%}"))
         least, whole = min(one.external for one in ours.again), blocks_of(fleet, length)
         row = len(ours.fresh) if length == max(lengths) else min(TURN_PROMPTS, len(ours.fresh))
         bar = f"{what}, {len(ours.fresh)} prompts, {row} in a row, found of each"
-        report.judge(bar, least, "{:,} tokens", least=whole)
+        report.judge(at_least(bar, least, whole, "{:,} tokens"))
 
 
 def blocks_of(fleet: Fleet, length: int) -> int:

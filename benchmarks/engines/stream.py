@@ -9,7 +9,6 @@ seconds after the last arrival is not good.
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import random
@@ -20,14 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet, next_answers
-from benchmarks.engines.report import Report
+from benchmarks.report import Report, percentile
+from kvferry.cli import page
+from kvferry.cli.page import Curve
 from kvferry.errors import KvferryError
 
 SHORTEST, LONGEST = 500, 16_000
 OUT_TOKENS = 64
+REQUESTS = 50  # at each rate
 FIRST_SECONDS = 1.0
 GAP_SECONDS = 0.05
 DRAIN_SECONDS = 6.0
+PLOT_WIDTH, PLOT_HEIGHT = page.WIDTH + page.KEY, page.HEIGHT + 20
+COLOURS = ("#1f6fb4", "#d1622b", "#4d8f3a")
 _seeds = itertools.count(5_000_000)
 
 
@@ -86,8 +90,7 @@ def run(
     prefill: Engine | None,
     decode: Engine,
     rates: Sequence[float],
-    requests: int,
-    longest: int = LONGEST,
+    longest: int,
 ) -> list[Point]:
     """All rates, one after another, until the time is up."""
     points: list[Point] = []
@@ -95,7 +98,7 @@ def run(
         for one in filter(None, (prefill, decode)):
             one.call("reset")
         for rate in rates:
-            points.append(at_rate(who, prefill, decode, mix(requests, rate, longest), rate, fleet))
+            points.append(at_rate(who, prefill, decode, mix(REQUESTS, rate, longest), rate, fleet))
             show(report, points[-1])
     except KvferryError as error:
         report.failed("Stream", who, f"{error}")
@@ -179,69 +182,37 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
     """The median and the 99th percentile."""
     if not values:
         return None, None
-    ordered = sorted(values)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-
-
-WIDTH, HEIGHT, LEFT, TOP = 420, 260, 60, 30
-COLOURS = ("#1f6fb4", "#d1622b", "#4d8f3a", "#7b5ea7")
+    return statistics.median(values), percentile(values, 0.99)
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Goodput and the 99th percentile of gaps by rate, as an SVG."""
-    charts: tuple[tuple[str, dict[tuple[str, float], float | None]], ...] = (
-        ("good requests a second", {(p.who, p.rate): p.goodput for p in points}),
-        (
-            "gap between tokens, p99, ms",
-            {
-                (p.who, p.rate): percentiles(p.gap_ms)[1]
-                for p in points
-                if 2 * len(p.first_ms) >= p.requests  # of few that ended, little can be said
-            },
-        ),
-    )
+    """Goodput and the 99th percentile of gaps by rate, as an SVG of two plots."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * (WIDTH + LEFT) + 40}" '
-        f'height="{HEIGHT + 3 * TOP + 30}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * PLOT_WIDTH}" height="{PLOT_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for number, (title, values) in enumerate(charts):
-        parts += chart(title, values, LEFT + number * (WIDTH + LEFT + 20))
-    path.write_text("\n".join([*parts, "</svg>"]))
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def chart(title: str, values: dict[tuple[str, float], float | None], left: int) -> list[str]:
-    known = {key: value for key, value in values.items() if value is not None}
-    most_x = max((rate for _, rate in known), default=1.0) * 1.05
-    most_y = max(known.values(), default=1.0) * 1.1 or 1.0
-    bottom = TOP + HEIGHT
-
-    def at(rate: float, value: float) -> str:
-        return f"{left + rate / most_x * WIDTH:.1f},{bottom - value / most_y * HEIGHT:.1f}"
-
-    parts = [
-        f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{html.escape(title)}</text>',
-        f'<path d="M{left} {TOP}V{bottom}H{left + WIDTH}" fill="none" stroke="#555"/>',
-        f'<text x="{left + WIDTH}" y="{bottom + 32}" text-anchor="end">requests a second</text>',
-    ]
-    for share in (0.25, 0.5, 0.75, 1.0):
-        y = bottom - share * HEIGHT
-        parts.append(f'<path d="M{left} {y}h{WIDTH}" stroke="#ddd"/>')
-        parts.append(
-            f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_short(share * most_y)}</text>'
+    for number, (title, values) in enumerate(
+        (
+            ("good requests a second", {(p.who, p.rate): p.goodput for p in points}),
+            (
+                "gap between tokens, p99, ms",
+                {
+                    (p.who, p.rate): percentile(p.gap_ms, 0.99)
+                    for p in points
+                    # of few that ended, little can be said
+                    if p.gap_ms and 2 * len(p.first_ms) >= p.requests
+                },
+            ),
         )
-    for rate in sorted({rate for _, rate in known}):
-        x = left + rate / most_x * WIDTH
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{rate:g}</text>')
-    for number, who in enumerate(dict.fromkeys(who for who, _ in values)):
-        colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(at(rate, value) for (name, rate), value in known.items() if name == who)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = left + 10 + 130 * number, bottom + 52
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 15}" y="{y}">{html.escape(who)}</text>')
-    return parts
+    ):
+        lines = [
+            Curve(who, colour, [(rate, y) for (name, rate), y in values.items() if name == who])
+            for who, colour in zip(dict.fromkeys(p.who for p in points), COLOURS, strict=False)
+        ]
+        parts.append(f'<g transform="translate({number * PLOT_WIDTH} 20)">')
+        parts.append(f'<text x="20" font-weight="bold">{title}</text>')
+        if drawn := [line for line in lines if line.points]:
+            parts.append(page.plot(drawn, "requests a second", ""))
+        parts.append("</g>")
+    path.write_text("\n".join([*parts, "</svg>"]))

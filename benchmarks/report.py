@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all benchmarks share: verdicts on targets, and tables that a killed run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.console import print_json
+from kvferry.cli.page import TableSheet, print_sheets
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target, and whether it was met."""
+
+    bar: str
+    wanted: str
+    found: str
+    met: bool
+
+    def __str__(self) -> str:
+        word = "met" if self.met else "NOT MET"
+        return f"{word}: {self.bar}: wanted {self.wanted}, found {self.found}"
+
+
+def at_least(bar: str, found: float, wanted: float, form: str, note: str = "") -> Verdict:
+    """`form` writes the numbers; `note` follows what was found."""
+    told = f"{form.format(found)}{note}"
+    return Verdict(bar, f"at least {form.format(wanted)}", told, found >= wanted)
+
+
+def at_most(bar: str, found: float, wanted: float, form: str, note: str = "") -> Verdict:
+    told = f"{form.format(found)}{note}"
+    return Verdict(bar, f"at most {form.format(wanted)}", told, found <= wanted)
+
+
+def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Iterable[object]) -> None:
+    """The result as one JSON value, or as tables, with the notes below them."""
+    if as_json:
+        print_json(result)
+        return
+    print_sheets(sheets)
+    for note in notes:
+        print(note)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median, without the first where there are more than two: it warms up."""
+    kept = values[1:] if len(values) > 2 else values
+    return statistics.median(kept) if kept else 0.0
+
+
+def median_seconds(task: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a task, after one run that warms up."""
+    task()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+@dataclass(slots=True)
+class Report:
+    """Tables in Markdown, printed and written row by row, with the samples behind them."""
+
+    path: Path
+    about: dict[str, Any]
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by table
+    verdicts: list[Verdict] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+
+    def row(self, table: str, samples: dict[str, Any] | None = None, **cells: Any) -> None:
+        """One row. `samples` are written but not printed."""
+        rows = self.rows.setdefault(table, [])
+        if not rows or list(rows[-1])[: len(cells)] != list(cells):
+            print(f"\n**{table}**\n\n{_line(_title(name) for name in cells)}")
+            print("|" + "---|" * len(cells))
+        print(_line(_cell(cell) for cell in cells.values()), flush=True)
+        rows.append({**cells, **({"samples": samples} if samples else {})})
+        self.write()
+
+    def failed(self, table: str, who: str, why: str) -> None:
+        self.say(f"{table}: {who}: {why}")
+        self.rows.setdefault(f"{table}, not measured", []).append({"who": who, "why": why})
+        self.write()
+
+    def judge(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+        self.say(f"{verdict}")
+        self.write()
+
+    def write(self) -> None:
+        told = {**self.about, "seconds": time.monotonic() - self.began, "tables": self.rows}
+        told["verdicts"] = [asdict(one) for one in self.verdicts]
+        beside = self.path.with_suffix(".new")
+        beside.write_text(json.dumps(told, indent=1))
+        beside.replace(self.path)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
