@@ -60,7 +60,7 @@ def middle(values: Sequence[float]) -> float:
     return statistics.median(kept) if kept else 0.0
 
 
-def median_seconds(task: Callable[[], object], repeats: int) -> float:
+def median_seconds(task: Callable[[], object], repeats: int = 7) -> float:
     """Median seconds of a task, after one run that warms up."""
     task()
     taken = []
@@ -73,9 +73,10 @@ def median_seconds(task: Callable[[], object], repeats: int) -> float:
 
 @dataclass(slots=True)
 class Report:
-    """Tables in Markdown, printed and written row by row, with the samples behind them."""
+    """Tables in Markdown: printed row by row, and written after each of them, as a document and,
+    with all samples, as JSON."""
 
-    path: Path
+    path: Path  # of the JSON
     about: dict[str, Any]
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by table
     verdicts: list[Verdict] = field(default_factory=list)
@@ -85,12 +86,11 @@ class Report:
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def row(self, table: str, samples: dict[str, Any] | None = None, **cells: Any) -> None:
-        """One row. `samples` are written but not printed."""
+        """One row. `samples` are in the JSON alone."""
         rows = self.rows.setdefault(table, [])
         if not rows or list(rows[-1])[: len(cells)] != list(cells):
-            print(f"\n**{table}**\n\n{_line(_title(name) for name in cells)}")
-            print("|" + "---|" * len(cells))
-        print(_line(_cell(cell) for cell in cells.values()), flush=True)
+            print("", *_head(table, cells), sep="\n")
+        print(_line(cells.values()), flush=True)
         rows.append({**cells, **({"samples": samples} if samples else {})})
         self.write()
 
@@ -107,17 +107,29 @@ class Report:
     def write(self) -> None:
         told = {**self.about, "seconds": time.monotonic() - self.began, "tables": self.rows}
         told["verdicts"] = [asdict(one) for one in self.verdicts]
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps(told, indent=1))
-        beside.replace(self.path)
+        _replace(self.path, json.dumps(told, indent=1))
+        document: list[str] = []
+        for table, rows in self.rows.items():
+            shown = [{k: v for k, v in row.items() if k != "samples"} for row in rows]
+            document += [*_head(table, shown[0]), *(_line(row.values()) for row in shown), ""]
+        document += [f"- {one}" for one in self.verdicts]
+        _replace(self.path.with_suffix(".md"), "\n".join(document) + "\n")
 
 
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _replace(path: Path, text: str) -> None:
+    """A run that is killed leaves a whole file."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text)
+    beside.replace(path)
 
 
-def _title(name: str) -> str:
-    return name.replace("_", " ")
+def _head(table: str, cells: Iterable[str]) -> list[str]:
+    titles = [name.replace("_", " ") for name in cells]
+    return [f"**{table}**", "", _line(titles), "|" + "---|" * len(titles)]
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
 
 
 def _cell(value: Any) -> str:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.owner import Remote
+from benchmarks.report import median_seconds
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
 from kvferry.carriers.cuda.staging import DeviceMemory
@@ -43,6 +44,7 @@ SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
 AREA_BYTES = 8 << 30
 MOST_COPIES = 8 << 20
+FEW_COPIES = 20_000  # where each costs microseconds
 ROWS = 64
 MOST_LAUNCHES = 1 << 10  # of one transfer
 TOTAL_BYTES = 2 << 30
@@ -131,6 +133,11 @@ class Bench:
         carrier, peer = which
         carrier.read(peer, copies).wait(soon())
 
+    def read_seconds(
+        self, which: tuple[Carrier, Any], copies: Any, repeats: int = REPEATS
+    ) -> float:
+        return median_seconds(partial(self.read, which, copies), repeats)
+
     def kernel_of(self, copies: Copies | StridedCopies) -> float:
         """Device time of the launches alone, with the numbers on the device."""
         carrier, peer = self.cuda
@@ -160,23 +167,23 @@ class Bench:
         return seconds
 
 
-def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
-    for size in sizes:
+def by_size(bench: Bench) -> Iterator[dict[str, Any]]:
+    for size in SIZES:
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
         row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
         row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(arrays) / TB
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
-        row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
-        row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
-        few = _few(arrays)
-        row["copies_gb_s"] = len(few) * size / wall(partial(bench.read, bench.copies, few), 3) / GB
+        row["arrays_gb_s"] = moved / bench.read_seconds(bench.cuda, arrays) / GB
+        row["strided_gb_s"] = strided_moved / bench.read_seconds(bench.cuda, strided) / GB
+        few = first(arrays, FEW_COPIES)
+        row["copies_gb_s"] = len(few) * size / bench.read_seconds(bench.copies, few, 3) / GB
         row["right"] = _right(bench, arrays)
         yield row
 
 
-def _few(arrays: Copies) -> Copies:
-    return Copies(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
+def first(copies: Copies, count: int) -> Copies:
+    return Copies(copies.src[:count], copies.dst[:count], copies.length[:count])
 
 
 def _right(bench: Bench, copies: Copies) -> bool:
@@ -201,14 +208,16 @@ def download(on: Device, address: int, size: int) -> bytes:
     return out.tobytes()
 
 
-def latency(bench: Bench) -> dict[str, float]:
-    """Microseconds of a small read, from the call to the end of `wait`."""
-    found = {}
+def latency(bench: Bench) -> list[dict[str, Any]]:
+    """Microseconds of a small read, from the call to the end of `wait`, and of its kernel."""
+    found = []
     for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
-        arrays = bench.arrays(size)
-        few = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
-        found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
-        found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(few)
+        few = first(bench.arrays(size), count)
+        read = bench.read_seconds(bench.cuda, few, 501)
+        kernel = bench.kernel_of(few)
+        found.append(
+            {"copies": count, "bytes": size, "read_us": 1e6 * read, "kernel_us": 1e6 * kernel}
+        )
     return found
 
 
@@ -280,7 +289,8 @@ def checksums(bench: Bench) -> list[dict[str, Any]]:
         def rate(algorithm: Algorithm, most: int) -> float:
             count = min(len(arrays), most // size)  # noqa: B023, called at once
             at, length = arrays.dst[:count], arrays.length[:count]  # noqa: B023
-            return count * size / wall(lambda: digest(bench.memory, at, length, algorithm)) / GB  # noqa: B023
+            seconds = median_seconds(lambda: digest(bench.memory, at, length, algorithm))
+            return count * size / seconds / GB  # noqa: B023
 
         row["xxh3"], row["mix128"] = rate(XXH3, XXH3.slice_bytes), rate(MIX128, SUM_BYTES)
         row["mix128 a message"] = rate(MIX128, min(MIX128.slice_bytes, (1 << 15) * size))
@@ -294,10 +304,10 @@ def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
     nixl.start()
     for row in rows if nixl.agent is not None else ():
         if row["bytes"] in NIXL_SIZES:
-            few = _few(bench.arrays(row["bytes"]))
+            few = first(bench.arrays(row["bytes"]), FEW_COPIES)
             moved = len(few) * row["bytes"]
             row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
-            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
+            row["same_gb_s"] = moved / bench.read_seconds(bench.cuda, few) / GB
     return nixl.why_not or "yes"
 
 
@@ -342,19 +352,8 @@ class Nixl:
                 raise RuntimeError(f"NIXL ended with {state}")
             agent.release_xfer_handle(handle)
 
-        return wall(transfer, 3)
+        return median_seconds(transfer, 3)
 
 
 def soon() -> float:
     return time.monotonic() + WAIT_SECONDS
-
-
-def wall(task: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median seconds after one run that warms up."""
-    task()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - begin)
-    return median(taken)
