@@ -8,8 +8,6 @@ store itself, with its own index and eviction. Beside it:
 
     lru                 the least recently used block goes
     optimum             Belady's: the block whose next use is farthest goes, or never comes in
-    optimum_leaf_first  the same with ties (one request's blocks) resolved deepest first, which
-                        is better for prefixes
 
 `VARIANTS` and `BY_BLOCK` are policies that were tried and not taken, so that anyone can measure
 them again. Variants of ours run by the store's rules (`replay_rules`). Those that look at single
@@ -43,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stores import scratch
+from benchmarks.measuring import scratch
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded.arena import ALIGN
@@ -116,7 +114,6 @@ class CapacityResult:
     kvferry: float
     lru: float
     optimum: float
-    optimum_leaf_first: float
     kvferry_halves: tuple[float, float]
     lru_halves: tuple[float, float]
     optimum_halves: tuple[float, float]
@@ -172,13 +169,12 @@ def prefix_hits(blocks: list[int], kept: Mapping[int, object]) -> int:
 
 def replay(trace: Trace, capacity: int) -> CapacityResult:
     ours, lru = replay_store(trace, capacity), replay_lru(trace, capacity)
-    best, leaf = (replay_optimum(trace, capacity, leaf_first=x) for x in (False, True))
+    best = replay_optimum(trace, capacity)
     return CapacityResult(
         blocks=capacity,
         kvferry=ours.whole,
         lru=lru.whole,
         optimum=best.whole,
-        optimum_leaf_first=leaf.whole,
         kvferry_halves=(ours.first, ours.second),
         lru_halves=(lru.first, lru.second),
         optimum_halves=(best.first, best.second),
@@ -198,27 +194,26 @@ def replay_lru(trace: Trace, capacity: int) -> Rates:
     return rates_of(trace, hits)
 
 
-def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
+def replay_optimum(trace: Trace, capacity: int) -> Rates:
     uses: list[list[int]] = [[]] * len(trace.blocks)
     seen: dict[int, int] = {}
     for at in range(len(trace.blocks) - 1, -1, -1):
         uses[at] = [seen.get(block, NEVER) for block in trace.blocks[at]]
         seen.update(dict.fromkeys(trace.blocks[at], at))
-    kept: dict[int, tuple[int, int]] = {}
-    heap: list[tuple[int, int, int]] = []
+    kept: dict[int, int] = {}  # by their next use
+    heap: list[tuple[int, int]] = []
     hits = []
-    for at, blocks in enumerate(trace.blocks):
+    for blocks, following in zip(trace.blocks, uses, strict=True):
         hits.append(prefix_hits(blocks, kept))
-        for depth, (block, following) in enumerate(zip(blocks, uses[at], strict=True)):
-            if following == NEVER:
+        for block, use in zip(blocks, following, strict=True):
+            if use == NEVER:
                 kept.pop(block, None)
                 continue
-            rank = (following, depth if leaf_first else 0)
-            kept[block] = rank
-            heapq.heappush(heap, (-rank[0], -rank[1], block))
+            kept[block] = use
+            heapq.heappush(heap, (-use, block))
         while len(kept) > capacity:
-            following, depth, block = heapq.heappop(heap)
-            if kept.get(block) == (-following, -depth):
+            use, block = heapq.heappop(heap)
+            if kept.get(block) == -use:
                 del kept[block]
     return rates_of(trace, hits)
 

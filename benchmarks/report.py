@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,27 +47,6 @@ def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Iterab
     print_sheets(sheets)
     for note in notes:
         print(note)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median, without the first where there are more than two: it warms up."""
-    kept = values[1:] if len(values) > 2 else values
-    return statistics.median(kept) if kept else 0.0
-
-
-def median_seconds(task: Callable[[], object], repeats: int = 7) -> float:
-    """Median seconds of a task, after one run that warms up."""
-    task()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
 
 
 @dataclass(slots=True)

@@ -25,8 +25,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.stores import master, scratch
+from benchmarks.measuring import scratch
 from kvferry.errors import StoreError
+from mooncake_master import Master
+from vllm_engines import ENVIRONMENT
 
 TOKENS, BLOCK = 8192, 16
 PROMPTS = 30
@@ -55,13 +57,13 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
             notes.append(f"no lookup beside vLLM's: {name} is not installed")
             return None
     try:
-        with master() as address, scratch() as folder:
+        with scratch() as folder, contextlib.closing(Master(folder / "master.log")) as master:
             settings = folder / "mooncake.json"
             settings.write_text(
                 json.dumps(
                     {
                         "metadata_server": "P2PHANDSHAKE",
-                        "master_server_address": address,
+                        "master_server_address": master.address,
                         "global_segment_size": SEGMENT_BYTES,
                         "local_buffer_size": 64 << 20,
                         "protocol": "tcp",
@@ -71,11 +73,8 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
             )
             environment = {
                 **os.environ,
+                **ENVIRONMENT,
                 "MOONCAKE_CONFIG_PATH": str(settings),
-                "VLLM_HOST_IP": "127.0.0.1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_RPC_BASE_PATH": str(folder),
             }
             ran = subprocess.run(
@@ -91,7 +90,7 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
                 lines = [line for line in ran.stderr.splitlines() if "Error" in line]
                 raise StoreError("; ".join(lines[-3:]) or f"status {ran.returncode}")
             return SchedulerShare(**json.loads(result.read_text()))
-    except (StoreError, OSError, subprocess.TimeoutExpired) as error:
+    except (StoreError, OSError, AssertionError, subprocess.TimeoutExpired) as error:
         notes.append(f"no lookup beside vLLM's: {error}")
         return None
 

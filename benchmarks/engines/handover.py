@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.engines.fleet import APART, FERRY, Answer, Engine, Fleet
-from benchmarks.report import Report, at_least, at_most, middle
+from benchmarks.measuring import middle
+from benchmarks.report import Report, at_least, at_most
 from benchmarks.timed import FILE, FREE, Times
 from kvferry.errors import KvferryError
 from vllm_engines import nixl_environment

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet
-from benchmarks.report import Report, at_least, at_most, middle
+from benchmarks.measuring import middle
+from benchmarks.report import Report, at_least, at_most
 from kvferry.errors import DescriptionError, KvferryError
 
 PLAIN, FERRY, LARGE, OFFLOAD = (

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet, next_answers
-from benchmarks.report import Report, percentile
+from benchmarks.measuring import percentile
+from benchmarks.report import Report
 from kvferry.cli import page
 from kvferry.cli.page import Curve
 from kvferry.errors import KvferryError

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.owner import Remote
-from benchmarks.report import median_seconds
+from benchmarks.measuring import median_seconds
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
 from kvferry.carriers.cuda.staging import DeviceMemory

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.gpu.bench import GB, Bench, first, soon
 from benchmarks.gpu.owner import Remote
-from benchmarks.report import median_seconds
+from benchmarks.measuring import median_seconds
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, RING_CHUNKS
 from kvferry.carriers.tcp.carrier import STAGED_STREAMS_PER_TRANSFER
 from kvferry.copies import Copies
