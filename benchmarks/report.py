@@ -10,8 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.console import print_json
-from kvferry.cli.page import TableSheet, print_sheets
+from rich.console import Console
+
+from kvferry.cli.console import print_json, table
+from kvferry.cli.page import TableSheet
+
+WIDTH = 160  # of tables that go to a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,21 @@ def at_most(bar: str, found: float, wanted: float, form: str, note: str = "") ->
     return Verdict(bar, f"at most {form.format(wanted)}", told, found <= wanted)
 
 
-def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Iterable[object]) -> None:
+Shown = tuple[Sequence[TableSheet], Sequence[object]]  # tables, and lines below them
+
+
+def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Sequence[object]) -> None:
     """The result as one JSON value, or as tables, with the notes below them."""
     if as_json:
         print_json(result)
         return
-    print_sheets(sheets)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for sheet in sheets:
+        console.print(sheet.title, style="bold", highlight=False, markup=False)
+        console.print(table(sheet.head, sheet.rows))
+        console.print()
     for note in notes:
         print(note)
 
@@ -87,9 +100,9 @@ class Report:
         told["verdicts"] = [asdict(one) for one in self.verdicts]
         _replace(self.path, json.dumps(told, indent=1))
         document: list[str] = []
-        for table, rows in self.rows.items():
+        for name, rows in self.rows.items():
             shown = [{k: v for k, v in row.items() if k != "samples"} for row in rows]
-            document += [*_head(table, shown[0]), *(_line(row.values()) for row in shown), ""]
+            document += [*_head(name, shown[0]), *(_line(row.values()) for row in shown), ""]
         document += [f"- {one}" for one in self.verdicts]
         _replace(self.path.with_suffix(".md"), "\n".join(document) + "\n")
 
