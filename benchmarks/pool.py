@@ -16,7 +16,7 @@ import typer
 
 from benchmarks import eviction
 from benchmarks.eviction import CapacityResult, TuneResult, read_trace, replay, synthetic_trace
-from benchmarks.report import Verdict, at_least, at_most, tell
+from benchmarks.report import Verdict, at_least, at_most, sheet, tell
 from benchmarks.scheduler_lookup import SchedulerShare, scheduler_share
 from benchmarks.stores import Bandwidth, Contender, Lookup, bandwidths, lookups
 from kvferry.cli.console import Commands, Json, libraries_to_stderr, refusals, say
@@ -110,7 +110,7 @@ def run(trace_path: Path | None, *, quick: bool = False) -> PoolBench:
 def judge(
     rates: list[CapacityResult], ratios: dict[Contender, float], share: SchedulerShare | None
 ) -> Iterator[Verdict]:
-    over = {r.blocks: r.kvferry / r.lru for r in rates if r.lru}
+    over = {r.blocks: r.over_lru for r in rates if r.lru}
     for blocks in SHORT_OF_ROOM:
         if blocks in over:
             bar = f"hit rate over LRU's at {blocks:,} blocks"
@@ -126,49 +126,46 @@ def judge(
 
 
 def pool_sheets(result: PoolBench) -> Iterator[TableSheet]:
-    yield TableSheet(
+    yield sheet(
         f"Prefix hit rate, {result.requests:,} requests ({result.trace}); in brackets: its halves",
-        ["blocks", "kvferry", "LRU", "ratio", "optimum"],
-        [
-            [
-                f"{r.blocks:,}",
-                f"{r.kvferry:.3f} ({_rates(r.kvferry_halves)})",
-                f"{r.lru:.3f} ({_rates(r.lru_halves)})",
-                f"{r.kvferry / r.lru:.2f} x" if r.lru else "-",
-                f"{r.optimum:.3f}",
-            ]
-            for r in result.hit_rates
-        ],
+        result.hit_rates,
+        {
+            "blocks": "{r.blocks:,}",
+            "kvferry": "{r.kvferry:.3f} ({r.kvferry_halves[0]:.3f}, {r.kvferry_halves[1]:.3f})",
+            "LRU": "{r.lru:.3f} ({r.lru_halves[0]:.3f}, {r.lru_halves[1]:.3f})",
+            "ratio": "{r.over_lru:.2f} x",
+            "optimum": "{r.optimum:.3f}",
+        },
     )
-    yield TableSheet(
+    yield sheet(
         f"Lookups of {result.lookup.keys_per_lookup} keys",
-        ["index", "objects", "keys a second", "p50 µs", "p99 µs"],
-        [
-            [
-                one.store,
-                f"{one.indexed:,}",
-                f"{one.per_second:,.0f}",
-                f"{one.p50_us:.0f}",
-                f"{one.p99_us:.0f}",
-            ]
-            for one in (result.lookup, *result.lookup_beside)
-        ],
+        (result.lookup, *result.lookup_beside),
+        {
+            "index": "{r.store}",
+            "objects": "{r.indexed:,}",
+            "keys a second": "{r.per_second:,.0f}",
+            "p50 µs": "{r.p50_us:.0f}",
+            "p99 µs": "{r.p99_us:.0f}",
+        },
     )
     if (share := result.scheduler) is not None:
-        ours = (share.kvferry_us, share.answer_us, share.delay_us)
-        theirs = (share.vllm_us, share.vllm_us, 0.0)
         yield TableSheet(
             f"One lookup of {share.tokens:,} tokens ({share.keys} keys) in Mooncake Store, µs",
-            ["connector", "scheduler's thread", "answer after", "delay of steps"],
+            ["connector", "scheduler's thread", "answer after"],
             [
-                [name, *(f"{us:.0f}" for us in row)]
-                for name, row in (("kvferry", ours), ("vLLM's MooncakeStoreConnector", theirs))
+                ["kvferry", f"{share.kvferry_us:.0f}", f"{share.answer_us:.0f}"],
+                ["vLLM's MooncakeStoreConnector", *[f"{share.vllm_us:.0f}"] * 2],
             ],
         )
-    yield TableSheet(
+    yield sheet(
         "Bandwidth",
-        ["store", "", "GB/s", "of memcpy"],
-        [[b.store, b.op, f"{b.gb_s:.2f}", f"{b.of_memcpy:.0%}"] for b in result.bandwidth],
+        result.bandwidth,
+        {
+            "store": "{r.store}",
+            "": "{r.op}",
+            "GB/s": "{r.gb_s:.2f}",
+            "of memcpy": "{r.of_memcpy:.0%}",
+        },
     )
 
 
@@ -180,7 +177,7 @@ def tune_sheets(result: TuneResult) -> Iterator[TableSheet]:
         ["sweep", "constant", "value", "hit rate", "mean ratio", "worst", ""],
         [
             [
-                str(one.sweep),
+                f"{one.sweep}",
                 one.constant,
                 f"{one.value:g}",
                 _rates(one.hit_rates),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,12 @@ def at_least(bar: str, found: float, wanted: float, form: str, note: str = "") -
 def at_most(bar: str, found: float, wanted: float, form: str, note: str = "") -> Verdict:
     told = f"{form.format(found)}{note}"
     return Verdict(bar, f"at most {form.format(wanted)}", told, found <= wanted)
+
+
+def sheet(title: str, rows: Iterable[object], columns: Mapping[str, str]) -> TableSheet:
+    """A table of records. Each column is a template of their fields, as "{r.requests:,}"."""
+    cells = [[form.format(r=row) for form in columns.values()] for row in rows]
+    return TableSheet(title, list(columns), cells)
 
 
 Shown = tuple[Sequence[TableSheet], Sequence[object]]  # tables, and lines below them

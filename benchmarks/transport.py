@@ -22,7 +22,7 @@ import numpy as np
 import typer
 
 from benchmarks.measuring import in_turns
-from benchmarks.report import Verdict, at_least
+from benchmarks.report import Verdict, at_least, sheet
 from kvferry.bench.transport import (
     BUFFER_BYTES,
     GB,
@@ -36,7 +36,7 @@ from kvferry.bench.transport import (
 )
 from kvferry.cli.bench import show, transport_page
 from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr
-from kvferry.cli.page import Page, TableSheet
+from kvferry.cli.page import Page
 from kvferry.units import show_bytes
 
 KIB = 1 << 10
@@ -140,22 +140,20 @@ def _worst(bar: str, cells: Mapping[tuple[str, int], float], wanted: float, form
 
 def page(result: TransportResult) -> Page:
     """The page of `kvferry bench transport`, with the pairs and the targets."""
-    rows = [
-        [
-            row.carrier,
-            row.op,
-            show_bytes(row.descriptor_bytes),
-            str(row.pairs),
-            f"{row.of_library:.2f}",
-            f"{row.lower_quartile:.2f} to {row.upper_quartile:.2f}",
-        ]
-        for row in result.paired
-    ]
-    head = ["carrier", "op", "descriptor", "pairs", "median", "quartiles"]
     plain = transport_page(result)
     notes = [*plain.notes, *map(str, result.targets)]
-    sheets = [*plain.sheets, TableSheet("Of its library, on one engine", head, rows)]
-    return replace(plain, sheets=sheets if rows else plain.sheets, notes=notes)
+    if not result.paired:
+        return replace(plain, notes=notes)
+    columns = {
+        "carrier": "{r.carrier}",
+        "op": "{r.op}",
+        "descriptor": "{r.descriptor_bytes:,}",
+        "pairs": "{r.pairs}",
+        "median": "{r.of_library:.2f}",
+        "quartiles": "{r.lower_quartile:.2f} to {r.upper_quartile:.2f}",
+    }
+    beside = sheet("Of its library, on one engine", result.paired, columns)
+    return replace(plain, sheets=[*plain.sheets, beside], notes=notes)
 
 
 if __name__ == "__main__":

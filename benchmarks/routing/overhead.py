@@ -42,9 +42,8 @@ from typing import Any
 
 from benchmarks import python_path
 from benchmarks.measuring import ProcessorShares, cpu_seconds, percentile
-from benchmarks.report import Shown, at_most
+from benchmarks.report import Shown, at_most, sheet
 from benchmarks.routing.engine import DONE
-from kvferry.cli.page import TableSheet
 from kvferry.errors import KvferryError
 
 P99_ADDED_MS = 5.0  # at most
@@ -155,20 +154,16 @@ def as_json(load: Load, results: Sequence[CaseResult]) -> dict[str, Any]:
 
 
 def tables(load: Load, results: Sequence[CaseResult]) -> Shown:
-    head = ["case", "requests", "p50", "p99", "added p50", "added p99", "router ms", "others"]
-    rows = [
-        [
-            each.case,
-            f"{each.requests:,}",
-            f"{each.p50_ms:.1f}",
-            f"{each.p99_ms:.1f}",
-            f"{each.added_p50_ms:.1f}",
-            f"{each.added_p99_ms:.1f}",
-            f"{each.router_ms:.2f}",
-            f"{each.others * 100:.0f} %",
-        ]
-        for each in results
-    ]
+    columns = {
+        "case": "{r.case}",
+        "requests": "{r.requests:,}",
+        "p50": "{r.p50_ms:.1f}",
+        "p99": "{r.p99_ms:.1f}",
+        "added p50": "{r.added_p50_ms:.1f}",
+        "added p99": "{r.added_p99_ms:.1f}",
+        "router ms": "{r.router_ms:.2f}",
+        "others": "{r.others:.0%}",
+    }
     title = (
         f"{load.per_second:g} streams a second of {load.events} events, prompts of {load.tokens:,} "
         f"tokens, the engine's first byte after {load.delay_ms:g} ms. Milliseconds:"
@@ -178,7 +173,7 @@ def tables(load: Load, results: Sequence[CaseResult]) -> Shown:
         for each in results
         if each.case != ALONE
     ]
-    return [TableSheet(title, head, rows)], verdicts
+    return [sheet(title, results, columns)], verdicts
 
 
 # The client

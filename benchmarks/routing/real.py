@@ -41,7 +41,7 @@ import msgspec
 
 from benchmarks import require_vllm
 from benchmarks.measuring import ProcessorShares, awake, pause, percentile
-from benchmarks.report import Shown
+from benchmarks.report import Shown, sheet
 from benchmarks.routing.conversations import (
     BLOCK_TOKENS,
     Ask,
@@ -52,7 +52,6 @@ from benchmarks.routing.conversations import (
     one_after_another,
 )
 from benchmarks.routing.predict import Calibration, Prediction, predict, single_asks
-from kvferry.cli.page import TableSheet
 from kvferry.errors import KvferryError
 from kvferry.simulate.engine import EngineRates
 from kvferry.simulate.run import Policy
@@ -224,44 +223,33 @@ def as_json(ran: RealRun) -> dict[str, Any]:
 
 
 def tables(ran: RealRun) -> Shown:
-    head = ["case", "requests", "hit tokens", "first token p50 ms", "p99 ms", "requests a second"]
-    rows = [
-        [
-            each.case,
-            f"{each.requests}",
-            f"{each.hit_tokens:,} of {each.prompt_tokens:,}",
-            f"{each.p50_ms:.0f}",
-            f"{each.p99_ms:.0f}",
-            f"{each.per_second:.2f}",
-            f"{each.wrong}",
-            f"{each.busy * 100:.0f} %",
-            f"{each.others * 100:.0f} %",
-        ]
-        for each in ran.results
-    ]
-    beside = [
-        [
-            each.case,
-            f"{each.measured_ms:.0f}",
-            f"{each.predicted_ms:.0f}",
-            f"{each.router_ms:.0f}",
-            each.policy,
-            f"{each.ratio:.2f}",
-            "met" if each.met else "NOT MET",
-        ]
-        for each in ran.predictions
-    ]
+    routers = {
+        "case": "{r.case}",
+        "requests": "{r.requests}",
+        "hit tokens": "{r.hit_tokens:,} of {r.prompt_tokens:,}",
+        "first token p50 ms": "{r.p50_ms:.0f}",
+        "p99 ms": "{r.p99_ms:.0f}",
+        "requests a second": "{r.per_second:.2f}",
+        "wrong": "{r.wrong}",
+        "busy": "{r.busy:.0%}",
+        "others": "{r.others:.0%}",
+    }
+    beside = {
+        "case": "{r.case}",
+        "measured": "{r.measured_ms:.0f}",
+        "simulated": "{r.predicted_ms:.0f}",
+        "router": "{r.router_ms:.0f}",
+        "policy": "{r.policy}",
+        "ratio": "{r.ratio:.2f}",
+        "met": "{r.met}",
+    }
     notes = []
     for connector, rates in ran.rates.items():
         share = f"idle engines take {ran.idle[connector] * 100:.0f} % of the processors"
         notes.append(f"{connector}: {share}; rates: {msgspec.json.encode(rates).decode()}")
     return [
-        TableSheet("Routers", [*head, "wrong", "busy", "others"], rows),
-        TableSheet(
-            "First token p50, ms",
-            ["case", "measured", "simulated", "router", "policy", "ratio", "bar"],
-            beside,
-        ),
+        sheet("Routers", ran.results, routers),
+        sheet("First token p50, ms", ran.predictions, beside),
     ], notes
 
 

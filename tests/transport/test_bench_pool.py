@@ -40,7 +40,7 @@ def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ratios) == {("embedded", "load")}
     trace = synthetic_trace(120)
     rates = [replay(trace, blocks) for blocks in (64, 5000)]
-    share = SchedulerShare(8192, 512, 100.0, 10.0, 2000.0, 1000.0, 0.1)
+    share = SchedulerShare(8192, 512, 100.0, 2000.0, 1000.0, 0.1)
     result = pool.PoolBench(
         trace="synthetic",
         requests=120,
