@@ -37,6 +37,15 @@ def median_seconds(task: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(taken)
 
 
+def timed(task: Callable[[], Iterable[object]], wanted: object) -> float:
+    """Seconds of a task whose outcomes must all be `wanted`."""
+    begin = time.perf_counter()
+    outcomes = task()
+    took = time.perf_counter() - begin
+    assert set(outcomes) == {wanted}, outcomes
+    return took
+
+
 def middle(values: Sequence[float]) -> float:
     """The median, without the first where there are more than two: it warms up."""
     kept = values[1:] if len(values) > 2 else values

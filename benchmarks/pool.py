@@ -157,16 +157,8 @@ def pool_sheets(result: PoolBench) -> Iterator[TableSheet]:
                 ["vLLM's MooncakeStoreConnector", *[f"{share.vllm_us:.0f}"] * 2],
             ],
         )
-    yield sheet(
-        "Bandwidth",
-        result.bandwidth,
-        {
-            "store": "{r.store}",
-            "": "{r.op}",
-            "GB/s": "{r.gb_s:.2f}",
-            "of memcpy": "{r.of_memcpy:.0%}",
-        },
-    )
+    rates = {"": "{r.store} {r.op}", "GB/s": "{r.gb_s:.2f}", "of memcpy": "{r.of_memcpy:.0%}"}
+    yield sheet("Bandwidth", result.bandwidth, rates)
 
 
 def tune_sheets(result: TuneResult) -> Iterator[TableSheet]:

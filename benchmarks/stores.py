@@ -24,7 +24,7 @@ import ctypes
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measuring import Timed, in_turns, scratch
+from benchmarks.measuring import Timed, in_turns, scratch, timed
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import copy_runs
 from kvferry.pool.embedded import index as ix
@@ -231,15 +231,6 @@ def _seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _timed(task: Callable[[], Iterable[object]], wanted: object) -> float:
-    """Seconds of a task whose outcomes must all be `wanted`."""
-    begin = time.perf_counter()
-    outcomes = task()
-    took = time.perf_counter() - begin
-    assert set(outcomes) == {wanted}, outcomes
-    return took
-
-
 def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Timed]:
     """Save fresh objects each time, load them."""
     store.register(scatter.regions)
@@ -250,10 +241,10 @@ def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Tim
 
     def save() -> float:
         store.remove(names, later())
-        return _timed(lambda: store.put(names, scatter.ranges, later()), Outcome.DONE)
+        return timed(lambda: store.put(names, scatter.ranges, later()), Outcome.DONE)
 
     def load() -> float:
-        return _timed(lambda: store.get(names, scatter.slices, later()), Outcome.DONE)
+        return timed(lambda: store.get(names, scatter.slices, later()), Outcome.DONE)
 
     return {(name, "save"): save, (name, "load"): load}
 
@@ -326,12 +317,12 @@ def _mooncake(
 
     def save() -> float:
         client.batch_remove(names, True)
-        return _timed(
+        return timed(
             lambda: client.batch_put_from_multi_buffers(names, scatter.src.tolist(), lengths), 0
         )
 
     def load() -> float:
-        return _timed(
+        return timed(
             lambda: client.batch_get_into_multi_buffers(names, scatter.dst.tolist(), lengths),
             OBJECT_BYTES,
         )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -92,17 +92,14 @@ class Owner:
     def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
         """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
 
-        def send() -> None:
+        def send(_: int) -> None:
             memory = np.ones((chunks, CHUNK_BYTES), dtype=np.uint8)
             with socket.create_connection(("127.0.0.1", port)) as sock:
                 for number in range(size // CHUNK_BYTES):
                     sock.sendall(memory[number % chunks].data)
 
-        threads = [threading.Thread(target=send) for _ in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(streams) as threads:
+            list(threads.map(send, range(streams)))
         return {}
 
 

@@ -14,7 +14,7 @@ bytes is compared with the source by arithmetic of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from ctypes import c_size_t, c_uint64
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +61,6 @@ class Setup:
             src_bases=[self.src_bases[edge.src.tp]],
             dst_bases=[self.dst_bases[edge.dst.tp]],
         )
-
-
-def run(owner: Remote) -> Iterator[dict[str, Any]]:
-    for order, tokens in CASES:
-        yield measure(owner, order, tokens)
 
 
 def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
@@ -119,15 +114,14 @@ def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
     return result
 
 
-def times(task: Any, total: int) -> dict[str, float]:
-    """The median run, after one that warms up."""
+def times(task: Callable[[], tuple[float, float]], total: int) -> dict[str, float]:
+    """The median run, after one that warms up. A run tells its seconds, and those of binding."""
     task()
-    runs = sorted((task() for _ in range(REPEATS)), key=lambda spent: spent["ms"])
-    best: dict[str, float] = runs[len(runs) // 2]
-    return best | {"gb_s": total / best["ms"] / 1e6, "bind_share": best["bind_ms"] / best["ms"]}
+    seconds, bound = sorted(task() for _ in range(REPEATS))[REPEATS // 2]
+    return {"ms": 1e3 * seconds, "gb_s": total / seconds / 1e9, "bind_share": bound / seconds}
 
 
-def direct(setup: Setup, edges: int | None = None) -> dict[str, float]:
+def direct(setup: Setup, edges: int | None = None) -> tuple[float, float]:
     begin, bound_seconds = time.perf_counter(), 0.0
     transfers = []
     for edge, plan in setup.plans[:edges]:
@@ -137,17 +131,17 @@ def direct(setup: Setup, edges: int | None = None) -> dict[str, float]:
         transfers += [setup.carrier.read(setup.peer, batch) for batch in bound.batches]
     for transfer in transfers:
         transfer.wait(soon())
-    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+    return time.perf_counter() - begin, bound_seconds
 
 
-def arrays(setup: Setup) -> dict[str, float]:
+def arrays(setup: Setup) -> tuple[float, float]:
     begin, bound_seconds = time.perf_counter(), 0.0
     for bound in [setup.bind(*edge) for edge in setup.plans]:
         started = time.perf_counter()
         copies: Copies = bound.copies()
         bound_seconds += time.perf_counter() - started
         setup.carrier.read(setup.peer, copies).wait(soon())
-    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+    return time.perf_counter() - begin, bound_seconds
 
 
 def clear(on: Device, bases: list[int], sizes: list[int]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -98,12 +98,9 @@ def sockets(owner: Remote, streams: int, chunks: int) -> float:
             while sock.recv_into(memory[turn % RING_CHUNKS].data, 0, socket.MSG_WAITALL):
                 turn += 1
 
-    threads = [threading.Thread(target=receive, args=(sock,)) for sock in accepted]
     begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(streams) as threads:
+        list(threads.map(receive, accepted))
     seconds = time.perf_counter() - begin
     owner.answer()
     return size * streams / seconds
