@@ -83,26 +83,13 @@ class Kind:
     transfer_ids: bool = False  # requests name each other by transfer id
 
 
-OURS, THEIRS = "benchmarks.timed.ours", "benchmarks.timed.vllm"
 KINDS = (
-    Kind(
-        "kvferry",
-        True,
-        {"kv_connector": "FerryConnector", "kv_connector_module_path": OURS},
-    ),
-    Kind(
-        "vLLM's NIXL",
-        False,
-        {
-            "kv_connector": "NixlConnector",
-            "kv_connector_module_path": THEIRS,
-            "kv_buffer_device": "cpu",
-        },
-    ),
+    Kind("kvferry", True, {"kv_connector": "FerryConnector"}),
+    Kind("vLLM's NIXL", False, {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
     Kind(
         "vLLM's Mooncake",
         False,
-        {"kv_connector": "MooncakeConnector", "kv_connector_module_path": THEIRS},
+        {"kv_connector": "MooncakeConnector"},
         {"mooncake_protocol": "tcp"},
         True,
     ),
@@ -337,7 +324,7 @@ class Pair:
                 begun = time.perf_counter()
                 self.hand_over(asked)
                 moments.append((begun, time.perf_counter()))
-            steps = self.prefill_times.read()[0], self.decode_times.read()[0]
+            steps = self.prefill_times.longest(), self.decode_times.longest()
             if not all(thread.is_alive() for thread in threads):
                 raise TransferError("the other request ended before the hand-overs did")
         finally:
@@ -388,8 +375,12 @@ def make_pair(kind: Kind, model: Path, logs: Path) -> Pair:
     def engine(name: str, role: str, port: int) -> Engine:
         made = Engine(f"{name}-{short}", model, logs / f"{name}-{short}.log")
         made.connector = dict(kind.extra)
-        # In-tree MooncakeConnector wants roles apart; the others take them as well.
-        made.transfer = {**kind.transfer, "kv_role": role if kind.transfer_ids else "kv_both"}
+        made.transfer = {
+            **kind.transfer,
+            "kv_connector_module_path": f"benchmarks.timed.{'ours' if kind.ours else 'vllm'}",
+            # In-tree MooncakeConnector wants roles apart; the others take them as well.
+            "kv_role": role if kind.transfer_ids else "kv_both",
+        }
         made.environment = {
             **nixl_environment(),
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),

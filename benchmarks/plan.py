@@ -119,12 +119,15 @@ def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
             )
         )
     heads = setup.plan.groups["attention"].components[0].units
-    plan = prepare_vllm(sides[0], sides[1], heads, setup.src_ids.tolist(), setup.dst_ids.tolist())
+    ids = setup.src_ids.tolist(), setup.dst_ids.tolist()
+    _, plan = prepare_vllm_worker(sides[0], sides[1], heads, *ids)
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
-        made = plan()
+        *made, _, refused = asyncio.run(plan())
         taken.append((time.perf_counter() - start) * 1e3)
+        if refused is not None:
+            raise RuntimeError(f"vLLM's planner refused the request: {refused}")
     src, dst, length = (np.asarray(values, dtype=np.int64) for values in made)
     return min(taken), Copies(src, dst, length)
 
@@ -232,21 +235,6 @@ def prepare_vllm_worker(
     ours, theirs = regions(src), regions(dst)
 
     return worker, lambda: worker._build_transfer_params(request, metadata, ours, theirs)
-
-
-def prepare_vllm(
-    src: VllmSide, dst: VllmSide, total_kv_heads: int, src_ids: list[int], dst_ids: list[int]
-) -> Callable[[], tuple[list[int], list[int], list[int]]]:
-    """vLLM's planner for one request: sources, destinations and lengths when called."""
-    _, coroutine = prepare_vllm_worker(src, dst, total_kv_heads, src_ids, dst_ids)
-
-    def plan() -> tuple[list[int], list[int], list[int]]:
-        made = asyncio.run(coroutine())
-        if made[4] is not None:
-            raise RuntimeError(f"vLLM's planner refused the request: {made[4]}")
-        return made[0], made[1], made[2]
-
-    return plan
 
 
 if __name__ == "__main__":

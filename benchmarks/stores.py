@@ -164,12 +164,9 @@ def _time_lookups(
 
 
 def _lmdb_lookups(keys: list[str], asked: list[list[str]]) -> Lookup | None:
-    try:
-        lmdb: Any = importlib.import_module("lmdb")
-    except ImportError:
-        return None
     with scratch() as directory:
-        env = lmdb.open(str(directory), map_size=4 << 30, sync=False, writemap=True, map_async=True)
+        if (env := _open_lmdb(directory, 4 << 30)) is None:
+            return None
         with env.begin(write=True) as writing:
             for key in keys:
                 writing.put(key.encode(), b"12345678", append=True)
@@ -182,6 +179,15 @@ def _lmdb_lookups(keys: list[str], asked: list[list[str]]) -> Lookup | None:
             return _time_lookups("lmdb", len(keys), asked, ask)
         finally:
             env.close()
+
+
+def _open_lmdb(directory: Path, size: int) -> Any:
+    """A database that need not outlive the machine, or None where LMDB is not installed."""
+    try:
+        lmdb: Any = importlib.import_module("lmdb")
+    except ImportError:
+        return None
+    return lmdb.open(str(directory), map_size=size, sync=False, writemap=True, map_async=True)
 
 
 class _Scatter:
@@ -273,12 +279,9 @@ def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Timed]:
 def _lmdb(
     stack: contextlib.ExitStack, directory: Path, scatter: _Scatter
 ) -> dict[Contender, Timed]:
-    try:
-        lmdb: Any = importlib.import_module("lmdb")
-    except ImportError:
-        return {}
     directory.mkdir()
-    env = lmdb.open(str(directory), map_size=1 << 30, sync=False, writemap=True, map_async=True)
+    if (env := _open_lmdb(directory, 1 << 30)) is None:
+        return {}
     stack.callback(env.close)
     staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
     at = int(staging.ctypes.data) + scatter.offset

@@ -176,7 +176,7 @@ class Handover:
                     time.sleep(USUAL_SECONDS)
                     spent.clear()
                     got = decode.ask(seed, length, 2, handed.params)
-                    own[length] = max(own.get(length, 0.0), spent.read()[0])
+                    own[length] = max(own.get(length, 0.0), spent.longest())
                     windows.append((length, "load", got.added, got.times[0]))
                     time.sleep(USUAL_SECONDS)
                     hit = decode.ask(seed, length, 2)

@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet, next_answers
@@ -65,12 +65,28 @@ class Point:
 
     who: str
     rate: float
-    requests: int
-    good: int
-    strict: int  # good, and no single gap longer than allowed
-    first_ms: list[float] = field(default_factory=list)
-    gap_ms: list[float] = field(default_factory=list)
-    goodput: float = 0.0  # good requests a second: the rate, times the share that is good
+    coming: list[Coming]
+
+    @property
+    def ended(self) -> list[Coming]:
+        return [one for one in self.coming if one.answer and len(one.answer.times) > 1]
+
+    @property
+    def good(self) -> int:
+        return sum(one.good(statistics.mean(one.gaps)) for one in self.ended)
+
+    @property
+    def good_in_every_gap(self) -> int:
+        return sum(one.good(max(one.gaps)) for one in self.ended)
+
+    @property
+    def goodput(self) -> float:
+        """Good requests a second: the rate, times the share that is good."""
+        return self.rate * self.good / len(self.coming)
+
+    @property
+    def gap_ms(self) -> list[float]:
+        return [gap * 1e3 for one in self.ended for gap in one.gaps]
 
 
 def mix(count: int, rate: float, longest: int) -> list[Coming]:
@@ -143,34 +159,19 @@ def at_rate(
                 one.answer = Answer.read(record)
     for engine in engines:
         engine.call("abort", which=[])
-    return summed_up(who, rate, coming)
-
-
-def summed_up(who: str, rate: float, coming: Sequence[Coming]) -> Point:
-    ended = [one for one in coming if one.answer is not None and len(one.answer.times) > 1]
-    good = [one for one in ended if one.good(statistics.mean(one.gaps))]
-    return Point(
-        who,
-        rate,
-        len(coming),
-        len(good),
-        sum(one.good(max(one.gaps)) for one in ended),
-        [one.first * 1e3 for one in ended],
-        [gap * 1e3 for one in ended for gap in one.gaps],
-        rate * len(good) / len(coming),
-    )
+    return Point(who, rate, coming)
 
 
 def show(report: Report, point: Point) -> None:
-    first, gaps = percentiles(point.first_ms), percentiles(point.gap_ms)
+    first, gaps = percentiles([one.first * 1e3 for one in point.ended]), percentiles(point.gap_ms)
     report.row(
         "Stream",
         engine=point.who,
         rate=point.rate,
-        requests=point.requests,
-        ended=len(point.first_ms),
+        requests=len(point.coming),
+        ended=len(point.ended),
         good=point.good,
-        good_in_every_gap=point.strict,
+        good_in_every_gap=point.good_in_every_gap,
         goodput=f"{point.goodput:.2f} /s",
         first_token_p50_ms=first[0],
         first_token_p99_ms=first[1],
@@ -202,7 +203,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
                     (p.who, p.rate): percentile(p.gap_ms, 0.99)
                     for p in points
                     # of few that ended, little can be said
-                    if p.gap_ms and 2 * len(p.first_ms) >= p.requests
+                    if p.gap_ms and 2 * len(p.ended) >= len(p.coming)
                 },
             ),
         )
