@@ -128,7 +128,7 @@ class Run:
         self.start([*engines, *beside])
         self.compare_starts()
         running = [one for one in engines if one.name in self.engines]
-        pool.run(self.fleet, self.report, lengths, running, many)
+        pool.Pool(self.fleet, self.report, lengths, running).run(many)
         self.end(engines)
 
     def nixl(self) -> tuple[Engine | None, Engine | None]:
