@@ -12,12 +12,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from benchmarks import make_command, vllm_installed
 from kvferry.bench import plan
@@ -41,18 +39,16 @@ app = Commands()
 def main(
     as_json: Json = False,
     html: Html = None,
-    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
 ) -> None:
     """Planning speed, beside vLLM's planner if it is installed."""
     with libraries_to_stderr():
         if not vllm_installed():
             say(f"vLLM is not installed here, its columns stay empty: {make_command('bench-plan')}")
-        beside = partial(measure, repeats=1 if quick else REPEATS)
-        result = plan.run(say, quick=quick, measure=beside if vllm_installed() else plan.measure)
+        result = plan.run(say, measure=measure if vllm_installed() else plan.measure)
     show(result, page(result), as_json, html)
 
 
-def measure(case: Case, model: CacheModel, repeats: int) -> CaseResult:
+def measure(case: Case, model: CacheModel, repeats: int = REPEATS) -> CaseResult:
     ours = plan.measure(case, model)
     setup = prepare(case, model)
     copies = setup.bind().copies()
