@@ -147,7 +147,7 @@ def page(result: TransportResult) -> Page:
     columns = {
         "carrier": "{r.carrier}",
         "op": "{r.op}",
-        "descriptor": "{r.descriptor_bytes:,}",
+        "descriptor bytes": "{r.descriptor_bytes:,}",
         "pairs": "{r.pairs}",
         "median": "{r.of_library:.2f}",
         "quartiles": "{r.lower_quartile:.2f} to {r.upper_quartile:.2f}",
