@@ -6,7 +6,6 @@
     python -m benchmarks.pool       the pool: hit rates, lookups, bandwidth
     python -m benchmarks.handover   prefill to decode between real engines
     python -m benchmarks.routing    the router's own time, real engines behind it, and a trace
-    python -m benchmarks.router_index   the router's index: memory, events, lookups
     python -m benchmarks.stall      how long a hand-over holds up an engine's step
     python -m benchmarks.gpu        everything about device memory
     python -m benchmarks.engines    real engines on a GPU: pool, hand-over, a stream, starts

@@ -8,8 +8,6 @@ store itself, with its own index and eviction. Beside it:
 
     lru                 the least recently used block goes
     optimum             Belady's: the block whose next use is farthest goes, or never comes in
-    optimum_leaf_first  the same with ties (one request's blocks) resolved deepest first, which
-                        is better for prefixes
 
 `VARIANTS` and `BY_BLOCK` are policies that were tried and not taken, so that anyone can measure
 them again. Variants of ours run by the store's rules (`replay_rules`). Those that look at single
@@ -33,9 +31,9 @@ import multiprocessing
 import os
 import time
 from collections import ChainMap, Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stores import scratch
+from benchmarks.measuring import scratch
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.pool.embedded.arena import ALIGN
@@ -116,10 +114,12 @@ class CapacityResult:
     kvferry: float
     lru: float
     optimum: float
-    optimum_leaf_first: float
     kvferry_halves: tuple[float, float]
     lru_halves: tuple[float, float]
-    optimum_halves: tuple[float, float]
+
+    @property
+    def over_lru(self) -> float:
+        return self.kvferry / self.lru if self.lru else float("inf")
 
 
 def read_trace(path: Path) -> Trace:
@@ -172,16 +172,14 @@ def prefix_hits(blocks: list[int], kept: Mapping[int, object]) -> int:
 
 def replay(trace: Trace, capacity: int) -> CapacityResult:
     ours, lru = replay_store(trace, capacity), replay_lru(trace, capacity)
-    best, leaf = (replay_optimum(trace, capacity, leaf_first=x) for x in (False, True))
+    best = replay_optimum(trace, capacity)
     return CapacityResult(
         blocks=capacity,
         kvferry=ours.whole,
         lru=lru.whole,
         optimum=best.whole,
-        optimum_leaf_first=leaf.whole,
         kvferry_halves=(ours.first, ours.second),
         lru_halves=(lru.first, lru.second),
-        optimum_halves=(best.first, best.second),
     )
 
 
@@ -198,27 +196,26 @@ def replay_lru(trace: Trace, capacity: int) -> Rates:
     return rates_of(trace, hits)
 
 
-def replay_optimum(trace: Trace, capacity: int, leaf_first: bool) -> Rates:
+def replay_optimum(trace: Trace, capacity: int) -> Rates:
     uses: list[list[int]] = [[]] * len(trace.blocks)
     seen: dict[int, int] = {}
     for at in range(len(trace.blocks) - 1, -1, -1):
         uses[at] = [seen.get(block, NEVER) for block in trace.blocks[at]]
         seen.update(dict.fromkeys(trace.blocks[at], at))
-    kept: dict[int, tuple[int, int]] = {}
-    heap: list[tuple[int, int, int]] = []
+    kept: dict[int, int] = {}  # by their next use
+    heap: list[tuple[int, int]] = []
     hits = []
-    for at, blocks in enumerate(trace.blocks):
+    for blocks, following in zip(trace.blocks, uses, strict=True):
         hits.append(prefix_hits(blocks, kept))
-        for depth, (block, following) in enumerate(zip(blocks, uses[at], strict=True)):
-            if following == NEVER:
+        for block, use in zip(blocks, following, strict=True):
+            if use == NEVER:
                 kept.pop(block, None)
                 continue
-            rank = (following, depth if leaf_first else 0)
-            kept[block] = rank
-            heapq.heappush(heap, (-rank[0], -rank[1], block))
+            kept[block] = use
+            heapq.heappush(heap, (-use, block))
         while len(kept) > capacity:
-            following, depth, block = heapq.heappop(heap)
-            if kept.get(block) == (-following, -depth):
+            use, block = heapq.heappop(heap)
+            if kept.get(block) == -use:
                 del kept[block]
     return rates_of(trace, hits)
 
@@ -230,11 +227,7 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
         scratch() as directory,
         closing(
             EmbeddedStore(
-                directory,
-                capacity * ALIGN,
-                slots=1 << 18,
-                threads=1,
-                clock=lambda: now[0],
+                directory, capacity * ALIGN, slots=1 << 18, threads=1, clock=lambda: now[0]
             )
         ) as store,
     ):
@@ -523,7 +516,7 @@ class TuneResult:
     policies: tuple[Compared, ...]
 
 
-_traces: dict[str, Trace] = {}  # of a worker process
+_traces: dict[str, Trace] = {}  # of a worker process: the first half, and the whole
 
 
 def _begin(path: Path) -> None:
@@ -531,24 +524,11 @@ def _begin(path: Path) -> None:
     _traces.update(whole=whole, first=whole.first_half())
 
 
-def _candidate(tuning: Tuning, capacity: int) -> Rates:
-    return replay_rules(_traces["first"], capacity, partial(ConversationPolicy, tuning=tuning))
-
-
-def _replay(variant: int, tuning: Tuning, capacity: int) -> Rates:
-    return replay_rules(_traces["whole"], capacity, partial(VARIANTS[variant], tuning=tuning))
-
-
-def _by_block(part: str, name: str, capacity: int) -> Rates:
-    return BY_BLOCK[name](_traces[part], capacity)
-
-
-@contextmanager
-def _workers(path: Path) -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    count = max(1, min(8, os.cpu_count() or 1))
-    with ProcessPoolExecutor(count, context, _begin, (path,)) as pool:
-        yield pool
+def _replay(part: str, policy: str, tuning: Tuning, capacity: int) -> Rates:
+    if policy in BY_BLOCK:
+        return BY_BLOCK[policy](_traces[part], capacity)
+    (variant,) = (one for one in VARIANTS if one.name == policy)
+    return replay_rules(_traces[part], capacity, partial(variant, tuning=tuning))
 
 
 class _Search:
@@ -556,12 +536,16 @@ class _Search:
         self._pool, self._say = pool, say
         self._known: dict[Tuning, tuple[float, ...]] = {}
         self.tried: list[Candidate] = []
-        jobs = [pool.submit(_by_block, "first", "LRU", c) for c in CAPACITIES]
+        jobs = self.submit("first", "LRU", Tuning())
         self.lru = tuple(job.result().whole for job in jobs)
+
+    def submit(self, part: str, policy: str, tuning: Tuning) -> list[Future[Rates]]:
+        """A replay at each capacity."""
+        return [self._pool.submit(_replay, part, policy, tuning, c) for c in CAPACITIES]
 
     def evaluate(self, tunings: list[Tuning]) -> list[tuple[float, ...]]:
         jobs = {
-            tuning: [self._pool.submit(_candidate, tuning, c) for c in CAPACITIES]
+            tuning: self.submit("first", ConversationPolicy.name, tuning)
             for tuning in tunings
             if tuning not in self._known
         }
@@ -602,7 +586,9 @@ def _admissible(mean: float, worst: float) -> float:
 
 def tune(path: Path, say: Callable[[str], None]) -> TuneResult:
     trace = read_trace(path)
-    with _workers(path) as pool:
+    context = multiprocessing.get_context("spawn")
+    count = max(1, min(8, os.cpu_count() or 1))
+    with ProcessPoolExecutor(count, context, _begin, (path,)) as pool:
         search = _Search(pool, say)
         tuning = Tuning(**{name: values[0] for name, values in GRID.items()})  # type: ignore[arg-type]
         for sweep in range(1, SWEEPS + 1):
@@ -612,16 +598,13 @@ def tune(path: Path, say: Callable[[str], None]) -> TuneResult:
             if tuning == before:
                 break
         say("the choice is made; now the whole trace")
-        jobs = {
-            variant.name: [pool.submit(_replay, at, tuning, c) for c in CAPACITIES]
-            for at, variant in enumerate(VARIANTS)
-        }
-        for name in BY_BLOCK:
-            jobs[name] = [pool.submit(_by_block, "whole", name, c) for c in CAPACITIES]
-        compared = tuple(
-            _compared(name, [job.result() for job in of_capacity])
-            for name, of_capacity in jobs.items()
-        )
+        names = [*(variant.name for variant in VARIANTS), *BY_BLOCK]
+        jobs = {name: search.submit("whole", name, tuning) for name in names}
+        compared = []
+        for name, of_capacity in jobs.items():
+            rates = [job.result() for job in of_capacity]
+            parts = ([getattr(one, part) for one in rates] for part in ("first", "second", "whole"))
+            compared.append(Compared(name, *map(tuple, parts)))
     return TuneResult(
         trace=path.name,
         first_half_requests=trace.half,
@@ -630,16 +613,7 @@ def tune(path: Path, say: Callable[[str], None]) -> TuneResult:
         candidates=tuple(search.tried),
         chosen=asdict(tuning),
         shipped=asdict(Tuning()),
-        policies=compared,
-    )
-
-
-def _compared(name: str, rates: list[Rates]) -> Compared:
-    return Compared(
-        name,
-        tuple(rate.first for rate in rates),
-        tuple(rate.second for rate in rates),
-        tuple(rate.whole for rate in rates),
+        policies=tuple(compared),
     )
 
 

@@ -12,12 +12,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from benchmarks import make_command, vllm_installed
 from kvferry.bench import plan
@@ -41,18 +39,16 @@ app = Commands()
 def main(
     as_json: Json = False,
     html: Html = None,
-    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
 ) -> None:
     """Planning speed, beside vLLM's planner if it is installed."""
     with libraries_to_stderr():
         if not vllm_installed():
             say(f"vLLM is not installed here, its columns stay empty: {make_command('bench-plan')}")
-        beside = partial(measure, repeats=1 if quick else REPEATS)
-        result = plan.run(say, quick=quick, measure=beside if vllm_installed() else plan.measure)
+        result = plan.run(say, measure=measure if vllm_installed() else plan.measure)
     show(result, page(result), as_json, html)
 
 
-def measure(case: Case, model: CacheModel, repeats: int) -> CaseResult:
+def measure(case: Case, model: CacheModel, repeats: int = REPEATS) -> CaseResult:
     ours = plan.measure(case, model)
     setup = prepare(case, model)
     copies = setup.bind().copies()
@@ -119,12 +115,15 @@ def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
             )
         )
     heads = setup.plan.groups["attention"].components[0].units
-    plan = prepare_vllm(sides[0], sides[1], heads, setup.src_ids.tolist(), setup.dst_ids.tolist())
+    ids = setup.src_ids.tolist(), setup.dst_ids.tolist()
+    _, plan = prepare_vllm_worker(sides[0], sides[1], heads, *ids)
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
-        made = plan()
+        *made, _, refused = asyncio.run(plan())
         taken.append((time.perf_counter() - start) * 1e3)
+        if refused is not None:
+            raise RuntimeError(f"vLLM's planner refused the request: {refused}")
     src, dst, length = (np.asarray(values, dtype=np.int64) for values in made)
     return min(taken), Copies(src, dst, length)
 
@@ -232,21 +231,6 @@ def prepare_vllm_worker(
     ours, theirs = regions(src), regions(dst)
 
     return worker, lambda: worker._build_transfer_params(request, metadata, ours, theirs)
-
-
-def prepare_vllm(
-    src: VllmSide, dst: VllmSide, total_kv_heads: int, src_ids: list[int], dst_ids: list[int]
-) -> Callable[[], tuple[list[int], list[int], list[int]]]:
-    """vLLM's planner for one request: sources, destinations and lengths when called."""
-    _, coroutine = prepare_vllm_worker(src, dst, total_kv_heads, src_ids, dst_ids)
-
-    def plan() -> tuple[list[int], list[int], list[int]]:
-        made = asyncio.run(coroutine())
-        if made[4] is not None:
-            raise RuntimeError(f"vLLM's planner refused the request: {made[4]}")
-        return made[0], made[1], made[2]
-
-    return plan
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 Both ask one real Mooncake Store, with a master of our own, about prompts of which it has every
 block. Theirs: `get_num_new_matched_tokens` with the real scheduler and worker halves, which waits
 for the answer. Ours: all calls that one request takes of the scheduler's thread, from its arrival
-to its answer, a step apart. The lookup itself runs on another thread of the same process; how much
-later than it wanted the scheduler's thread went on because of it is told too (`delay_us`).
+to its answer, a step apart. The lookup itself runs on another thread of the same process.
 
 In a process of its own: vLLM wants a distributed group, and Mooncake its environment.
 """
@@ -25,8 +24,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.stores import master, scratch
+from benchmarks.measuring import scratch
 from kvferry.errors import StoreError
+from mooncake_master import Master
+from vllm_engines import ENVIRONMENT
 
 TOKENS, BLOCK = 8192, 16
 PROMPTS = 30
@@ -42,7 +43,6 @@ class SchedulerShare:
     tokens: int
     keys: int  # of one lookup
     kvferry_us: float  # in the scheduler's thread
-    delay_us: float  # beyond its steps, because another thread was at work
     answer_us: float  # until there was an answer
     vllm_us: float  # in the scheduler's thread, and until there was an answer
     ratio: float
@@ -55,13 +55,13 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
             notes.append(f"no lookup beside vLLM's: {name} is not installed")
             return None
     try:
-        with master() as address, scratch() as folder:
+        with scratch() as folder, contextlib.closing(Master(folder / "master.log")) as master:
             settings = folder / "mooncake.json"
             settings.write_text(
                 json.dumps(
                     {
                         "metadata_server": "P2PHANDSHAKE",
-                        "master_server_address": address,
+                        "master_server_address": master.address,
                         "global_segment_size": SEGMENT_BYTES,
                         "local_buffer_size": 64 << 20,
                         "protocol": "tcp",
@@ -71,11 +71,8 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
             )
             environment = {
                 **os.environ,
+                **ENVIRONMENT,
                 "MOONCAKE_CONFIG_PATH": str(settings),
-                "VLLM_HOST_IP": "127.0.0.1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_RPC_BASE_PATH": str(folder),
             }
             ran = subprocess.run(
@@ -91,7 +88,7 @@ def scheduler_share(notes: list[str]) -> SchedulerShare | None:
                 lines = [line for line in ran.stderr.splitlines() if "Error" in line]
                 raise StoreError("; ".join(lines[-3:]) or f"status {ran.returncode}")
             return SchedulerShare(**json.loads(result.read_text()))
-    except (StoreError, OSError, subprocess.TimeoutExpired) as error:
+    except (StoreError, OSError, AssertionError, subprocess.TimeoutExpired) as error:
         notes.append(f"no lookup beside vLLM's: {error}")
         return None
 
@@ -217,12 +214,11 @@ def _measure(folder: Path) -> SchedulerShare:
         chain = pool.track(request.request_id, tuple).chain
         chain.cover(request.all_token_ids, len(request.all_token_ids))
         (part,) = sequence_keys(pool.metadata, chain, [pool.layout])
-        mine = part.keys
-        keys = len(mine)
-        _fill(half.store, mine)
+        keys = len(part.keys)
+        _fill(half.store, part.keys)
         _fill(half.store, [PoolKey.build_key_string(p, h) for p in prefixes for h in hashes])
         pool.finished(request.request_id)
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[tuple[float, float, float]] = []
     for request in requests:
         begin = time.perf_counter()
         found, _ = theirs.get_num_new_matched_tokens(request, 0)
@@ -231,33 +227,30 @@ def _measure(folder: Path) -> SchedulerShare:
             raise StoreError(f"vLLM's connector found {found} of {TOKENS} tokens")
         rows.append((*_ask(ours, request), waited))
     ours.close()
-    called, delay, answer, waited = (median(column) * 1e6 for column in zip(*rows, strict=True))
-    return SchedulerShare(TOKENS, keys, called, delay, answer, waited, called / waited)
+    called, answer, waited = (median(column) * 1e6 for column in zip(*rows, strict=True))
+    return SchedulerShare(TOKENS, keys, called, answer, waited, called / waited)
 
 
-def _ask(ours: Any, request: Any) -> tuple[float, float, float]:
-    """Seconds in calls, seconds of delay between them, seconds until the answer."""
+def _ask(ours: Any, request: Any) -> tuple[float, float]:
+    """Seconds in calls, and seconds until the answer."""
     begin = time.perf_counter()
     ours.on_new_request(request)
-    called, delay, found = time.perf_counter() - begin, 0.0, None
+    called, found = time.perf_counter() - begin, None
     while found is None:
-        paused = time.perf_counter()
         time.sleep(STEP_SECONDS)
         asked = time.perf_counter()
         found, _ = ours.matched(request, 0)
         called += time.perf_counter() - asked
-        delay += asked - paused - STEP_SECONDS
     answer = time.perf_counter() - begin
     if found != TOKENS // BLOCK * BLOCK:
         raise StoreError(f"the pool found {found} of {TOKENS} tokens")
     ours.finished(request)
-    return called, delay, answer
+    return called, answer
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     (place / "result.json").write_text(json.dumps(asdict(_measure(place))))
     sys.stdout.flush()
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
+    sys.stderr.flush()
     os._exit(0)  # Mooncake's and ZMQ's threads have nothing to say any more

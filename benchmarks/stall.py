@@ -28,9 +28,10 @@ import typer
 
 from benchmarks import make_command, vllm_installed
 from benchmarks.plan import VllmSide, prepare_vllm_worker
+from benchmarks.report import at_least, tell
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.host import HostMemory
-from kvferry.cli.console import Commands, Json, libraries_to_stderr, print_json, refusals
+from kvferry.cli.console import Commands, Json, libraries_to_stderr, refusals
 from kvferry.errors import TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
@@ -60,10 +61,6 @@ class StallResult:
     vllm_ms: float | None
     ratio: float | None
 
-    @property
-    def met(self) -> bool:
-        return self.ratio is not None and self.ratio >= TARGET_RATIO
-
 
 @app.command()
 def main(
@@ -73,16 +70,17 @@ def main(
     """The longest that a hand-over holds up an engine's step, beside vLLM's MooncakeConnector."""
     with refusals(), libraries_to_stderr():
         result = run(blocks)
-    if as_json:
-        print_json(asdict(result))
-        return
-    print(f"{result.descriptors:,} descriptors, handed over in {result.kvferry_seconds:.2f} s")
-    print(f"longest stall of a step: {result.kvferry_ms:.2f} ms")
+    lines: list[object] = [
+        f"{result.descriptors:,} descriptors, handed over in {result.kvferry_seconds:.2f} s",
+        f"longest stall of a step: {result.kvferry_ms:.2f} ms",
+    ]
     if result.vllm_ms is not None and result.ratio is not None:
-        print(f"vLLM's MooncakeConnector: {result.vllm_ms:.0f} ms, {result.ratio:.0f} x as long")
-        print(f"  {'yes' if result.met else 'NO'}  at least {TARGET_RATIO} times shorter")
+        bar = f"vLLM's MooncakeConnector, {result.vllm_ms:.0f} ms"
+        lines.append(at_least(bar, result.ratio, TARGET_RATIO, "{:.0f} x as long"))
     else:
-        print(f"vLLM is not installed here, nothing to compare with: {make_command('bench-stall')}")
+        how = make_command("bench-stall")
+        lines.append(f"vLLM is not installed here, nothing to compare with: {how}")
+    tell(asdict(result), as_json, [], lines)
 
 
 def run(blocks: int = 8192) -> StallResult:

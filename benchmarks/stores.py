@@ -23,13 +23,8 @@ import contextlib
 import ctypes
 import importlib
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +32,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.transport import in_turns
+from benchmarks.measuring import Timed, in_turns, scratch, timed
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import copy_runs
-from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
+from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.store import Outcome, Ranges, Slices, Store
+from mooncake_master import Master
 
 LOOKUP_KEYS = 256  # keys of one question: a prompt of a few thousand tokens on a few ranks
 LOOKUPS = 2000
@@ -54,7 +49,6 @@ BATCH_OBJECTS = 64
 BUFFER_BYTES = 128 << 20
 TURNS = 10  # of each pair, for every round
 GB = 1e9
-START_SECONDS = 30.0
 Contender = tuple[str, str]  # store, and save or load
 # Contenders whose ratio is a target, and what each is measured against.
 PAIRS: tuple[tuple[Contender, Contender], ...] = (
@@ -119,10 +113,16 @@ def bandwidths(
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(scratch())
         disk = stack.enter_context(scratch(in_memory=False))
-        contenders: dict[Contender, Callable[[], float]] = {
+        plenty = 4 * scatter.bytes
+        embedded = EmbeddedStore(memory / "embedded", plenty)
+        # A memory tier for a quarter of the objects: most loads come from files.
+        tiers = EmbeddedStore(memory / "tiers", scatter.bytes // 4, disk / "tiers", plenty)
+        stack.callback(embedded.close)
+        stack.callback(tiers.close)
+        contenders: dict[Contender, Timed] = {
             ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
-            **_embedded(stack, memory / "embedded", scatter),
-            **_embedded_disk(stack, memory / "tiers", disk / "tiers", scatter),
+            **_of_store("embedded", embedded, scatter),
+            **_of_store("embedded disk", tiers, scatter),
             **_files(disk / "files", scatter),
             **_lmdb(stack, memory / "lmdb", scatter),
             **_mooncake(stack, scatter, notes),
@@ -164,12 +164,9 @@ def _time_lookups(
 
 
 def _lmdb_lookups(keys: list[str], asked: list[list[str]]) -> Lookup | None:
-    try:
-        lmdb: Any = importlib.import_module("lmdb")
-    except ImportError:
-        return None
     with scratch() as directory:
-        env = lmdb.open(str(directory), map_size=4 << 30, sync=False, writemap=True, map_async=True)
+        if (env := _open_lmdb(directory, 4 << 30)) is None:
+            return None
         with env.begin(write=True) as writing:
             for key in keys:
                 writing.put(key.encode(), b"12345678", append=True)
@@ -182,6 +179,15 @@ def _lmdb_lookups(keys: list[str], asked: list[list[str]]) -> Lookup | None:
             return _time_lookups("lmdb", len(keys), asked, ask)
         finally:
             env.close()
+
+
+def _open_lmdb(directory: Path, size: int) -> Any:
+    """A database that need not outlive the machine, or None where LMDB is not installed."""
+    try:
+        lmdb: Any = importlib.import_module("lmdb")
+    except ImportError:
+        return None
+    return lmdb.open(str(directory), map_size=size, sync=False, writemap=True, map_async=True)
 
 
 class _Scatter:
@@ -231,7 +237,7 @@ def _seconds(task: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Callable[[], float]]:
+def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Timed]:
     """Save fresh objects each time, load them."""
     store.register(scatter.regions)
     names = [f"bench/{n}" for n in range(BATCH_OBJECTS)]
@@ -241,40 +247,15 @@ def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Cal
 
     def save() -> float:
         store.remove(names, later())
-        begin = time.perf_counter()
-        outcomes = store.put(names, scatter.ranges, later())
-        took = time.perf_counter() - begin
-        assert set(outcomes) == {Outcome.DONE}, outcomes
-        return took
+        return timed(lambda: store.put(names, scatter.ranges, later()), Outcome.DONE)
 
     def load() -> float:
-        begin = time.perf_counter()
-        outcomes = store.get(names, scatter.slices, later())
-        took = time.perf_counter() - begin
-        assert set(outcomes) == {Outcome.DONE}, outcomes
-        return took
+        return timed(lambda: store.get(names, scatter.slices, later()), Outcome.DONE)
 
     return {(name, "save"): save, (name, "load"): load}
 
 
-def _embedded(
-    stack: contextlib.ExitStack, directory: Path, scatter: _Scatter
-) -> dict[Contender, Callable[[], float]]:
-    store = EmbeddedStore(directory, 4 * scatter.bytes)
-    stack.callback(store.close)
-    return _of_store("embedded", store, scatter)
-
-
-def _embedded_disk(
-    stack: contextlib.ExitStack, directory: Path, disk: Path, scatter: _Scatter
-) -> dict[Contender, Callable[[], float]]:
-    """A memory tier for a quarter of the objects: most loads come from files."""
-    store = EmbeddedStore(directory, scatter.bytes // 4, disk, 4 * scatter.bytes)
-    stack.callback(store.close)
-    return _of_store("embedded disk", store, scatter)
-
-
-def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Callable[[], float]]:
+def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Timed]:
     directory.mkdir()
     staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
     at = int(staging.ctypes.data) + scatter.offset
@@ -297,13 +278,10 @@ def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Callable[[], f
 
 def _lmdb(
     stack: contextlib.ExitStack, directory: Path, scatter: _Scatter
-) -> dict[Contender, Callable[[], float]]:
-    try:
-        lmdb: Any = importlib.import_module("lmdb")
-    except ImportError:
-        return {}
+) -> dict[Contender, Timed]:
     directory.mkdir()
-    env = lmdb.open(str(directory), map_size=1 << 30, sync=False, writemap=True, map_async=True)
+    if (env := _open_lmdb(directory, 1 << 30)) is None:
+        return {}
     stack.callback(env.close)
     staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
     at = int(staging.ctypes.data) + scatter.offset
@@ -325,11 +303,12 @@ def _lmdb(
 
 def _mooncake(
     stack: contextlib.ExitStack, scatter: _Scatter, notes: list[str]
-) -> dict[Contender, Callable[[], float]]:
+) -> dict[Contender, Timed]:
     """With a master of our own on loopback, where Mooncake is installed."""
     try:
-        address = stack.enter_context(master())
-        store = store_of(address, 4 * scatter.bytes)
+        folder = stack.enter_context(scratch())
+        master = stack.enter_context(contextlib.closing(Master(folder / "master.log")))
+        store = MooncakeStore(master.config(4 * scatter.bytes, 64 << 20))
     except Exception as error:
         notes.append(f"Mooncake was not measured: {error}")
         return {}
@@ -341,70 +320,14 @@ def _mooncake(
 
     def save() -> float:
         client.batch_remove(names, True)
-        begin = time.perf_counter()
-        codes = client.batch_put_from_multi_buffers(names, scatter.src.tolist(), lengths)
-        took = time.perf_counter() - begin
-        assert set(codes) == {0}, codes
-        return took
+        return timed(
+            lambda: client.batch_put_from_multi_buffers(names, scatter.src.tolist(), lengths), 0
+        )
 
     def load() -> float:
-        begin = time.perf_counter()
-        counts = client.batch_get_into_multi_buffers(names, scatter.dst.tolist(), lengths)
-        took = time.perf_counter() - begin
-        assert set(counts) == {OBJECT_BYTES}, counts
-        return took
+        return timed(
+            lambda: client.batch_get_into_multi_buffers(names, scatter.dst.tolist(), lengths),
+            OBJECT_BYTES,
+        )
 
     return {**ours, ("mooncake direct", "save"): save, ("mooncake direct", "load"): load}
-
-
-@contextlib.contextmanager
-def master() -> Iterator[str]:
-    """The address of a Mooncake master on loopback, which ends with the context."""
-    beside = Path(sys.executable).with_name("mooncake_master")
-    program = str(beside) if beside.exists() else shutil.which("mooncake_master")
-    if program is None:
-        raise StoreError("mooncake_master is not installed")
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        port, metrics = (one.getsockname()[1] for one in sockets)
-    process = subprocess.Popen(
-        [program, f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={metrics}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            if time.monotonic() > until or process.poll() is not None:
-                raise StoreError("mooncake_master did not start")
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def store_of(address: str, segment_bytes: int) -> MooncakeStore:
-    return MooncakeStore(
-        MooncakeStoreConfig(
-            master_server_address=address,
-            global_segment_size=segment_bytes,
-            local_buffer_size=64 << 20,
-        ),
-    )
-
-
-@contextlib.contextmanager
-def scratch(in_memory: bool = True) -> Iterator[Path]:
-    """A directory for one measurement."""
-    base = "/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None
-    path = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir=base))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

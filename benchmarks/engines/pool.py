@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet
-from benchmarks.engines.report import Report, middle
+from benchmarks.measuring import middle
+from benchmarks.report import Report, at_least, at_most
 from kvferry.errors import DescriptionError, KvferryError
 
 PLAIN, FERRY, LARGE, OFFLOAD = (
@@ -97,7 +98,7 @@ def free_memory(shared: Path) -> float:
 
 
 def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[list[Engine], int]:
-    """Engines for `run`, not started, and how many of the longest prompt kvferry gets."""
+    """Engines for `Pool`, not started, and how many of the longest prompt kvferry gets."""
     sizes, many = plan_stores(fleet, lengths, free_memory(fleet.shared))
     stores = ", ".join(f"{who} {size / 1e9:.1f} GB" for who, size in sizes.items())
     report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
@@ -129,44 +130,125 @@ def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[
     return engines, many
 
 
-def run(
-    fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[Engine], many: int
-) -> None:
-    """Measure these engines, which are started, one after another."""
-    by_name = {one.name: one for one in engines}
-    found: dict[tuple[str, int], Found] = {}
-    pinned: dict[str, float] = {}
-    stats: dict[str, dict[str, Any]] = {}
-    for each in engines:
-        pin_memory(each, min(lengths), report)
-    for each in engines:
-        warm_up(each, min(lengths), report)
-    for length, count in prompts_of(lengths).items():
-        for turn in range(0, count, TURN_PROMPTS):
+class Pool:
+    """Measures engines that are started, and judges at the end."""
+
+    def __init__(
+        self, fleet: Fleet, report: Report, lengths: Sequence[int], engines: Sequence[Engine]
+    ) -> None:
+        self.fleet, self.report, self.lengths = fleet, report, lengths
+        self.engines = {one.name: one for one in engines}
+        self.found: dict[tuple[str, int], Found] = {}
+
+    def run(self, many: int) -> None:
+        """One engine after another. kvferry gets so `many` of the longest prompt in a row."""
+        for each in self.engines.values():
+            pin_memory(each, min(self.lengths), self.report)
+        for each in self.engines.values():
+            warm_up(each, min(self.lengths), self.report)
+        for length, count in prompts_of(self.lengths).items():
+            for turn in range(0, count, TURN_PROMPTS):
+                for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+                    few = min(TURN_PROMPTS, count - turn)
+                    self._turn(who, length, few, many, first=not turn)
             for who in (PLAIN, FERRY, OFFLOAD, LARGE):
-                if (engine := by_name.get(who)) is None or engine.error:
-                    continue
-                one = found.setdefault((who, length), Found())
-                few = min(TURN_PROMPTS, count - turn)
-                try:
-                    if who != FERRY or length != max(lengths):
-                        measure(engine, length, few, one)
-                    elif not turn:
-                        measure(engine, length, many, one)
-                    else:
-                        load_again(engine, length, few, one)
-                except KvferryError as error:
-                    report.failed("Pool", who, f"{error}")
-        for who in (PLAIN, FERRY, OFFLOAD, LARGE):
-            if (who, length) in found and found[who, length].fresh:
-                show(fleet, report, found, who, length)
-    for who, engine in by_name.items():
-        if not engine.error:
-            stats[who] = engine.call("stats")
+                if (who, length) in self.found and self.found[who, length].fresh:
+                    self._show(who, length)
+        pinned: dict[str, float] = {}
+        stats: dict[str, dict[str, Any]] = {}
+        for who, engine in self.engines.items():
+            if not engine.error:
+                stats[who] = engine.call("stats")
+                if who == FERRY:
+                    pinned = engine.call("pinned")
+        if pinned:
+            self._rates(stats, pinned)
+        self._judge()
+
+    def _turn(self, who: str, length: int, few: int, many: int, *, first: bool) -> None:
+        if (engine := self.engines.get(who)) is None or engine.error:
+            return
+        one = self.found.setdefault((who, length), Found())
+        try:
+            if who != FERRY or length != max(self.lengths):
+                measure(engine, length, few, one)
+            elif first:
+                measure(engine, length, many, one)
+            else:
+                load_again(engine, length, few, one)
+        except KvferryError as error:
+            self.report.failed("Pool", who, f"{error}")
+
+    def _show(self, who: str, length: int) -> None:
+        one, plain = self.found[who, length], self.found.get((PLAIN, length))
+        expected = blocks_of(self.fleet, length) * len(one.again)
+        self.report.row(
+            "Pool",
+            {
+                "prefill_ms": [x.first_token * 1e3 for x in one.fresh],
+                "again_ms": [x.first_token * 1e3 for x in one.again],
+                "load_ms": [x.load * 1e3 for x in one.again],
+                "external": [x.external for x in one.again],
+                "hit_ms": [x.first_token * 1e3 for x in one.hits],
+            },
+            engine=who,
+            tokens=length,
+            prompts=len(one.fresh),
+            prefill_ms=one.prefill * 1e3,
+            slower=f"{one.prefill / plain.prefill - 1:+.1%}" if plain else None,
+            saves_end_after_ms=middle(one.settles) * 1e3,
+            again_ms=one.from_pool * 1e3 if one.again else None,
+            faster=f"{plain.prefill / one.from_pool:.1f} x" if plain and one.again else None,
+            found=f"{sum(x.external for x in one.again) / expected:.1%}" if one.again else None,
+            load_ms=middle([x.load for x in one.again]) * 1e3 if one.again else None,
+            load_GB_s=one.rate(self.fleet.token_bytes) if one.again else None,
+            own_hit_ms=one.hit * 1e3,
+        )
+
+    def _rates(self, stats: dict[str, dict[str, Any]], pinned: dict[str, float]) -> None:
+        """Rates by the connectors' own counters, and of loads as the scheduler sees them."""
+        table = "Rates, GB/s"
+        self.report.row(
+            table, who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None
+        )
+        for who in (FERRY, LARGE, OFFLOAD):
+            if who not in stats or (who, max(self.lengths)) not in self.found:
+                continue
+            save, load = own_rates(stats[who])
+            seen = self.found[who, max(self.lengths)].rate(self.fleet.token_bytes)
+            counts = {"counts": stats[who].get("pool")}
+            self.report.row(table, counts, who=who, save=save, load=load, orders=seen)
             if who == FERRY:
-                pinned = engine.call("pinned")
-    rates(fleet, report, found, stats, pinned, max(lengths))
-    judge(fleet, report, found, lengths)
+                # most of a save crosses before its step ends, so it may be more than the bus gives
+                saved = ("save, from its step's end on", save, "out")
+                for what, rate, limit in (saved, ("load", seen, "in")):
+                    share = (rate or 0.0) / pinned[limit]
+                    bar = f"pool: {what}, of a pinned copy"
+                    self.report.judge(at_least(bar, share, RATE, "{:.0%}"))
+
+    def _judge(self) -> None:
+        found, judge = self.found, self.report.judge
+        for length in self.lengths:
+            plain, ours = found.get((PLAIN, length)), found.get((FERRY, length))
+            if plain is None or ours is None or not ours.again:
+                continue
+            what = f"pool: {length:,} tokens"
+            if length in FASTER:
+                times = plain.prefill / ours.from_pool
+                judge(at_least(f"{what}, faster than computing", times, FASTER[length], "{:.1f} x"))
+            theirs = found.get((OFFLOAD, length))
+            if theirs is not None and theirs.again:
+                first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
+                judge(at_most(f"{what}, first token beside {OFFLOAD}", first, most, "{:.1f} ms"))
+            for who in (FERRY, LARGE):
+                if (one := found.get((who, length))) is not None and one.fresh:
+                    slower = one.prefill / plain.prefill - 1
+                    judge(at_most(f"{what}, prefill with saves, {who}", slower, SLOWER, "{:+.1%}"))
+            least, whole = min(one.external for one in ours.again), blocks_of(self.fleet, length)
+            longest = length == max(self.lengths)
+            row = len(ours.fresh) if longest else min(TURN_PROMPTS, len(ours.fresh))
+            bar = f"{what}, {len(ours.fresh)} prompts, {row} in a row, found of each"
+            judge(at_least(bar, least, whole, "{:,} tokens"))
 
 
 def pin_memory(engine: Engine, length: int, report: Report) -> None:
@@ -222,67 +304,6 @@ def seeds_of(engine: Engine, length: int, first: int, count: int) -> list[int]:
     ]
 
 
-def show(
-    fleet: Fleet, report: Report, found: dict[tuple[str, int], Found], who: str, length: int
-) -> None:
-    one, plain = found[who, length], found.get((PLAIN, length))
-    expected = blocks_of(fleet, length) * len(one.again)
-    report.row(
-        "Pool",
-        {
-            "prefill_ms": [x.first_token * 1e3 for x in one.fresh],
-            "again_ms": [x.first_token * 1e3 for x in one.again],
-            "load_ms": [x.load * 1e3 for x in one.again],
-            "external": [x.external for x in one.again],
-            "hit_ms": [x.first_token * 1e3 for x in one.hits],
-        },
-        engine=who,
-        tokens=length,
-        prompts=len(one.fresh),
-        prefill_ms=one.prefill * 1e3,
-        slower=f"{one.prefill / plain.prefill - 1:+.1%}" if plain else None,
-        saves_end_after_ms=middle(one.settles) * 1e3,
-        again_ms=one.from_pool * 1e3 if one.again else None,
-        faster=f"{plain.prefill / one.from_pool:.1f} x" if plain and one.again else None,
-        found=f"{sum(x.external for x in one.again) / expected:.1%}" if one.again else None,
-        load_ms=middle([x.load for x in one.again]) * 1e3 if one.again else None,
-        load_GB_s=one.rate(fleet.token_bytes) if one.again else None,
-        own_hit_ms=one.hit * 1e3,
-    )
-
-
-def rates(
-    fleet: Fleet,
-    report: Report,
-    found: dict[tuple[str, int], Found],
-    stats: dict[str, dict[str, Any]],
-    pinned: dict[str, float],
-    longest: int,
-) -> None:
-    """Rates by the connectors' own counters, and of loads as the scheduler sees them."""
-    if not pinned:
-        return
-    report.row("Rates, GB/s", who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None)
-    for who in (FERRY, LARGE, OFFLOAD):
-        if who in stats and (who, longest) in found:
-            save, load = own_rates(stats[who])
-            seen = found[who, longest].rate(fleet.token_bytes)
-            report.row(
-                "Rates, GB/s",
-                {"counts": stats[who].get("pool")},
-                who=who,
-                save=save,
-                load=load,
-                orders=seen,
-            )
-            if who == FERRY:
-                # most of a save crosses before its step ends, so it may be more than the bus gives
-                saved = ("save, from its step's end on", save, "out")
-                for what, rate, limit in (saved, ("load", seen, "in")):
-                    share = (rate or 0.0) / pinned[limit]
-                    report.judge(f"pool: {what}, of a pinned copy", share, "{:.0%}", least=RATE)
-
-
 def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
     """GB/s of saves and loads in what the connector counted; None where it has no such count."""
     if (values := stats.get("data")) and "vllm:kv_offload_store_bytes" in values:
@@ -313,31 +334,6 @@ def _half_rate(operations: list[dict[str, Any]], name: str) -> float | None:
 
 def _numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(x, int | float) for x in values.values())
-
-
-def judge(
-    fleet: Fleet, report: Report, found: dict[tuple[str, int], Found], lengths: Sequence[int]
-) -> None:
-    for length in lengths:
-        plain, ours = found.get((PLAIN, length)), found.get((FERRY, length))
-        if plain is None or ours is None or not ours.again:
-            continue
-        what = f"pool: {length:,} tokens"
-        if length in FASTER:
-            times = plain.prefill / ours.from_pool
-            report.judge(f"{what}, faster than computing", times, "{:.1f} x", least=FASTER[length])
-        theirs = found.get((OFFLOAD, length))
-        if theirs is not None and theirs.again:
-            first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
-            report.judge(f"{what}, first token beside {OFFLOAD}", first, "{:.1f} ms", most=most)
-        for who in (FERRY, LARGE):
-            if (one := found.get((who, length))) is not None and one.fresh:
-                slower = one.prefill / plain.prefill - 1
-                report.judge(f"{what}, prefill with saves, {who}", slower, "{:+.1%}", most=SLOWER)
-        least, whole = min(one.external for one in ours.again), blocks_of(fleet, length)
-        row = len(ours.fresh) if length == max(lengths) else min(TURN_PROMPTS, len(ours.fresh))
-        bar = f"{what}, {len(ours.fresh)} prompts, {row} in a row, found of each"
-        report.judge(bar, least, "{:,} tokens", least=whole)
 
 
 def blocks_of(fleet: Fleet, length: int) -> int:

@@ -9,25 +9,30 @@ seconds after the last arrival is not good.
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engines.fleet import Answer, Engine, Fleet, next_answers
-from benchmarks.engines.report import Report
+from benchmarks.measuring import percentile
+from benchmarks.report import Report
+from kvferry.cli import page
+from kvferry.cli.page import Curve
 from kvferry.errors import KvferryError
 
 SHORTEST, LONGEST = 500, 16_000
 OUT_TOKENS = 64
+REQUESTS = 50  # at each rate
 FIRST_SECONDS = 1.0
 GAP_SECONDS = 0.05
 DRAIN_SECONDS = 6.0
+PLOT_WIDTH, PLOT_HEIGHT = page.WIDTH + page.KEY, page.HEIGHT + 20
+COLOURS = ("#1f6fb4", "#d1622b", "#4d8f3a")
 _seeds = itertools.count(5_000_000)
 
 
@@ -60,12 +65,28 @@ class Point:
 
     who: str
     rate: float
-    requests: int
-    good: int
-    strict: int  # good, and no single gap longer than allowed
-    first_ms: list[float] = field(default_factory=list)
-    gap_ms: list[float] = field(default_factory=list)
-    goodput: float = 0.0  # good requests a second: the rate, times the share that is good
+    coming: list[Coming]
+
+    @property
+    def ended(self) -> list[Coming]:
+        return [one for one in self.coming if one.answer and len(one.answer.times) > 1]
+
+    @property
+    def good(self) -> int:
+        return sum(one.good(statistics.mean(one.gaps)) for one in self.ended)
+
+    @property
+    def good_in_every_gap(self) -> int:
+        return sum(one.good(max(one.gaps)) for one in self.ended)
+
+    @property
+    def goodput(self) -> float:
+        """Good requests a second: the rate, times the share that is good."""
+        return self.rate * self.good / len(self.coming)
+
+    @property
+    def gap_ms(self) -> list[float]:
+        return [gap * 1e3 for one in self.ended for gap in one.gaps]
 
 
 def mix(count: int, rate: float, longest: int) -> list[Coming]:
@@ -86,8 +107,7 @@ def run(
     prefill: Engine | None,
     decode: Engine,
     rates: Sequence[float],
-    requests: int,
-    longest: int = LONGEST,
+    longest: int,
 ) -> list[Point]:
     """All rates, one after another, until the time is up."""
     points: list[Point] = []
@@ -95,7 +115,7 @@ def run(
         for one in filter(None, (prefill, decode)):
             one.call("reset")
         for rate in rates:
-            points.append(at_rate(who, prefill, decode, mix(requests, rate, longest), rate, fleet))
+            points.append(at_rate(who, prefill, decode, mix(REQUESTS, rate, longest), rate, fleet))
             show(report, points[-1])
     except KvferryError as error:
         report.failed("Stream", who, f"{error}")
@@ -139,34 +159,19 @@ def at_rate(
                 one.answer = Answer.read(record)
     for engine in engines:
         engine.call("abort", which=[])
-    return summed_up(who, rate, coming)
-
-
-def summed_up(who: str, rate: float, coming: Sequence[Coming]) -> Point:
-    ended = [one for one in coming if one.answer is not None and len(one.answer.times) > 1]
-    good = [one for one in ended if one.good(statistics.mean(one.gaps))]
-    return Point(
-        who,
-        rate,
-        len(coming),
-        len(good),
-        sum(one.good(max(one.gaps)) for one in ended),
-        [one.first * 1e3 for one in ended],
-        [gap * 1e3 for one in ended for gap in one.gaps],
-        rate * len(good) / len(coming),
-    )
+    return Point(who, rate, coming)
 
 
 def show(report: Report, point: Point) -> None:
-    first, gaps = percentiles(point.first_ms), percentiles(point.gap_ms)
+    first, gaps = percentiles([one.first * 1e3 for one in point.ended]), percentiles(point.gap_ms)
     report.row(
         "Stream",
         engine=point.who,
         rate=point.rate,
-        requests=point.requests,
-        ended=len(point.first_ms),
+        requests=len(point.coming),
+        ended=len(point.ended),
         good=point.good,
-        good_in_every_gap=point.strict,
+        good_in_every_gap=point.good_in_every_gap,
         goodput=f"{point.goodput:.2f} /s",
         first_token_p50_ms=first[0],
         first_token_p99_ms=first[1],
@@ -179,69 +184,37 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
     """The median and the 99th percentile."""
     if not values:
         return None, None
-    ordered = sorted(values)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-
-
-WIDTH, HEIGHT, LEFT, TOP = 420, 260, 60, 30
-COLOURS = ("#1f6fb4", "#d1622b", "#4d8f3a", "#7b5ea7")
+    return statistics.median(values), percentile(values, 0.99)
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Goodput and the 99th percentile of gaps by rate, as an SVG."""
-    charts: tuple[tuple[str, dict[tuple[str, float], float | None]], ...] = (
-        ("good requests a second", {(p.who, p.rate): p.goodput for p in points}),
-        (
-            "gap between tokens, p99, ms",
-            {
-                (p.who, p.rate): percentiles(p.gap_ms)[1]
-                for p in points
-                if 2 * len(p.first_ms) >= p.requests  # of few that ended, little can be said
-            },
-        ),
-    )
+    """Goodput and the 99th percentile of gaps by rate, as an SVG of two plots."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * (WIDTH + LEFT) + 40}" '
-        f'height="{HEIGHT + 3 * TOP + 30}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * PLOT_WIDTH}" height="{PLOT_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for number, (title, values) in enumerate(charts):
-        parts += chart(title, values, LEFT + number * (WIDTH + LEFT + 20))
-    path.write_text("\n".join([*parts, "</svg>"]))
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def chart(title: str, values: dict[tuple[str, float], float | None], left: int) -> list[str]:
-    known = {key: value for key, value in values.items() if value is not None}
-    most_x = max((rate for _, rate in known), default=1.0) * 1.05
-    most_y = max(known.values(), default=1.0) * 1.1 or 1.0
-    bottom = TOP + HEIGHT
-
-    def at(rate: float, value: float) -> str:
-        return f"{left + rate / most_x * WIDTH:.1f},{bottom - value / most_y * HEIGHT:.1f}"
-
-    parts = [
-        f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{html.escape(title)}</text>',
-        f'<path d="M{left} {TOP}V{bottom}H{left + WIDTH}" fill="none" stroke="#555"/>',
-        f'<text x="{left + WIDTH}" y="{bottom + 32}" text-anchor="end">requests a second</text>',
-    ]
-    for share in (0.25, 0.5, 0.75, 1.0):
-        y = bottom - share * HEIGHT
-        parts.append(f'<path d="M{left} {y}h{WIDTH}" stroke="#ddd"/>')
-        parts.append(
-            f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_short(share * most_y)}</text>'
+    for number, (title, values) in enumerate(
+        (
+            ("good requests a second", {(p.who, p.rate): p.goodput for p in points}),
+            (
+                "gap between tokens, p99, ms",
+                {
+                    (p.who, p.rate): percentile(p.gap_ms, 0.99)
+                    for p in points
+                    # of few that ended, little can be said
+                    if p.gap_ms and 2 * len(p.ended) >= len(p.coming)
+                },
+            ),
         )
-    for rate in sorted({rate for _, rate in known}):
-        x = left + rate / most_x * WIDTH
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{rate:g}</text>')
-    for number, who in enumerate(dict.fromkeys(who for who, _ in values)):
-        colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(at(rate, value) for (name, rate), value in known.items() if name == who)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = left + 10 + 130 * number, bottom + 52
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 15}" y="{y}">{html.escape(who)}</text>')
-    return parts
+    ):
+        lines = [
+            Curve(who, colour, [(rate, y) for (name, rate), y in values.items() if name == who])
+            for who, colour in zip(dict.fromkeys(p.who for p in points), COLOURS, strict=False)
+        ]
+        parts.append(f'<g transform="translate({number * PLOT_WIDTH} 20)">')
+        parts.append(f'<text x="20" font-weight="bold">{title}</text>')
+        if drawn := [line for line in lines if line.points]:
+            parts.append(page.plot(drawn, "requests a second", ""))
+        parts.append("</g>")
+    path.write_text("\n".join([*parts, "</svg>"]))

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.owner import Remote
+from benchmarks.measuring import median_seconds
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
 from kvferry.carriers.cuda.staging import DeviceMemory
@@ -43,6 +44,7 @@ SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
 AREA_BYTES = 8 << 30
 MOST_COPIES = 8 << 20
+FEW_COPIES = 20_000  # where each costs microseconds
 ROWS = 64
 MOST_LAUNCHES = 1 << 10  # of one transfer
 TOTAL_BYTES = 2 << 30
@@ -114,41 +116,46 @@ class Bench:
 
     def strided(self, size: int) -> StridedCopies:
         """The same number of copies as rows x segments."""
-        rng = np.random.default_rng(size)
         rows = min(ROWS, AREA_BYTES // size // 4)
         slots = AREA_BYTES // size // rows
         count = min(slots, MOST_COPIES // rows)
-        spread = slots // count * size
-        row = np.arange(rows, dtype=np.int64) * (slots * size)
-        src, dst = (rng.permutation(count).astype(np.int64) * spread for _ in range(2))
-        one = np.zeros(1, dtype=np.int64)
-        lengths = np.broadcast_to(
-            np.asarray([size], dtype=np.int64), count
-        )  # as a plan's batch says it
+        return self.runs(size, rows, count, slots // count * size, slots * size)
+
+    def runs(
+        self, size: int, rows: int, count: int, apart: int, row_bytes: int, ordered: bool = False
+    ) -> StridedCopies:
+        """`count` copies a row, `apart` bytes from slot to slot, as a plan's batch says it."""
+        rng, one = np.random.default_rng(size), np.zeros(1, dtype=np.int64)
+        row = np.arange(rows, dtype=np.int64) * row_bytes
+        src, dst = (
+            (np.arange(count) if ordered else rng.permutation(count)).astype(np.int64) * apart
+            for _ in range(2)
+        )
+        lengths = np.broadcast_to(np.asarray([size], dtype=np.int64), count)
         return StridedCopies(row + self.there, row + self.here, src, dst, lengths, one, one)
 
     def read(self, which: tuple[Carrier, Any], copies: Any) -> None:
         carrier, peer = which
         carrier.read(peer, copies).wait(soon())
 
+    def read_seconds(
+        self, which: tuple[Carrier, Any], copies: Any, repeats: int = REPEATS
+    ) -> float:
+        return median_seconds(partial(self.read, which, copies), repeats)
+
     def kernel_of(self, copies: Copies | StridedCopies) -> float:
         """Device time of the launches alone, with the numbers on the device."""
         carrier, peer = self.cuda
         launched: list[tuple[Function, int, Sequence[int]]] = []
-        launch: Callable[..., None] = Function.launch
 
-        def noted(kernel: Function, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
+        def note(kernel: Function, grid: int, _: CudaStream, values: Sequence[int]) -> None:
             launched.append((kernel, grid, values))
-            launch(kernel, grid, stream, values)
 
         with self.on.current():
             # a slot for each launch: launched again, each must find its own numbers
             buffers = StreamBuffers(self.on, slots=MOST_LAUNCHES)
-            Function.launch = noted  # type: ignore[method-assign, assignment]
-            try:
+            with launches(note):
                 buffers.copy(copies, peer.memory, carrier.memory)  # type: ignore[attr-defined]
-            finally:
-                Function.launch = launch  # type: ignore[method-assign]
             buffers.finish()
 
             def queue() -> None:
@@ -160,23 +167,39 @@ class Bench:
         return seconds
 
 
-def by_size(bench: Bench, sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
-    for size in sizes:
+@contextmanager
+def launches(note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` after each launch of a kernel, with its arguments."""
+    launch: Callable[..., None] = Function.launch
+
+    def noted(kernel: Function, *arguments: Any) -> None:
+        launch(kernel, *arguments)
+        note(kernel, *arguments)
+
+    Function.launch = noted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.launch = launch  # type: ignore[method-assign]
+
+
+def by_size(bench: Bench) -> Iterator[dict[str, Any]]:
+    for size in SIZES:
         arrays, strided = bench.arrays(size), bench.strided(size)
         moved, strided_moved = len(arrays) * size, strided.bytes
         row: dict[str, Any] = {"bytes": size, "copies": len(arrays)}
         row["kernel_arrays_tb_s"] = 2 * moved / bench.kernel_of(arrays) / TB
         row["kernel_strided_tb_s"] = 2 * strided_moved / bench.kernel_of(strided) / TB
-        row["arrays_gb_s"] = moved / wall(partial(bench.read, bench.cuda, arrays)) / GB
-        row["strided_gb_s"] = strided_moved / wall(partial(bench.read, bench.cuda, strided)) / GB
-        few = _few(arrays)
-        row["copies_gb_s"] = len(few) * size / wall(partial(bench.read, bench.copies, few), 3) / GB
+        row["arrays_gb_s"] = moved / bench.read_seconds(bench.cuda, arrays) / GB
+        row["strided_gb_s"] = strided_moved / bench.read_seconds(bench.cuda, strided) / GB
+        few = first(arrays, FEW_COPIES)
+        row["copies_gb_s"] = len(few) * size / bench.read_seconds(bench.copies, few, 3) / GB
         row["right"] = _right(bench, arrays)
         yield row
 
 
-def _few(arrays: Copies) -> Copies:
-    return Copies(*(a[:20_000] for a in (arrays.src, arrays.dst, arrays.length)))
+def first(copies: Copies, count: int) -> Copies:
+    return Copies(copies.src[:count], copies.dst[:count], copies.length[:count])
 
 
 def _right(bench: Bench, copies: Copies) -> bool:
@@ -201,14 +224,16 @@ def download(on: Device, address: int, size: int) -> bytes:
     return out.tobytes()
 
 
-def latency(bench: Bench) -> dict[str, float]:
-    """Microseconds of a small read, from the call to the end of `wait`."""
-    found = {}
+def latency(bench: Bench) -> list[dict[str, Any]]:
+    """Microseconds of a small read, from the call to the end of `wait`, and of its kernel."""
+    found = []
     for count, size in ((1, 4096), (100, 16 << 10), (1000, 2048)):
-        arrays = bench.arrays(size)
-        few = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
-        found[f"{count} x {size}"] = 1e6 * wall(partial(bench.read, bench.cuda, few), 501)
-        found[f"{count} x {size}, kernel"] = 1e6 * bench.kernel_of(few)
+        few = first(bench.arrays(size), count)
+        read = bench.read_seconds(bench.cuda, few, 501)
+        kernel = bench.kernel_of(few)
+        found.append(
+            {"copies": count, "bytes": size, "read_us": 1e6 * read, "kernel_us": 1e6 * kernel}
+        )
     return found
 
 
@@ -217,27 +242,15 @@ def kernels(bench: Bench) -> list[dict[str, Any]]:
     found = []
     for size in (256, 4096):
         row: dict[str, Any] = {"bytes": size}
-        for area in (TOTAL_BYTES, 4 * TOTAL_BYTES):
+        count = TOTAL_BYTES // size // ROWS
+        for name, apart in (("dense", size), ("apart", 4 * size)):
             for order in ("ordered", "random"):
-                runs = _runs(bench, size, area, order)
+                ordered = order == "ordered"
+                runs = bench.runs(size, ROWS, count, apart, count * apart, ordered)
                 share = 2 * runs.bytes / bench.kernel_of(runs) / bench.peak
-                row[f"{'dense' if area == TOTAL_BYTES else 'apart'}, {order}"] = share
+                row[f"{name}, {order}"] = share
         found.append(row)
     return found
-
-
-def _runs(bench: Bench, size: int, area: int, order: str) -> StridedCopies:
-    count, apart = TOTAL_BYTES // size // ROWS, area // TOTAL_BYTES * size
-    rows = np.arange(ROWS, dtype=np.int64) * (count * apart)
-    rng, one = np.random.default_rng(size), np.zeros(1, dtype=np.int64)
-    sides: list[Ints] = []
-    for _ in range(2):
-        at = np.arange(count, dtype=np.int64)
-        sides.append((rng.permutation(at) if order == "random" else at) * apart)
-    lengths = np.broadcast_to(np.asarray([size], dtype=np.int64), count)
-    return StridedCopies(
-        rows + bench.there, rows + bench.here, sides[0], sides[1], lengths, one, one
-    )
 
 
 def around(bench: Bench, size: int) -> dict[str, float]:
@@ -247,15 +260,8 @@ def around(bench: Bench, size: int) -> dict[str, float]:
     carrier: Any
     carrier, peer = bench.cuda
     launched: list[float] = []
-    launch: Callable[..., None] = Function.launch
-
-    def noted(self: Function, *arguments: Any) -> None:
-        launch(self, *arguments)
-        launched.append(time.perf_counter())
-
     rows = []
-    Function.launch = noted  # type: ignore[method-assign, assignment]
-    try:
+    with launches(lambda *_: launched.append(time.perf_counter())):
         for _ in range(31):
             launched.clear()
             begin = time.perf_counter()
@@ -263,8 +269,6 @@ def around(bench: Bench, size: int) -> dict[str, float]:
             returned = time.perf_counter()
             transfer.wait(soon())
             rows.append((launched[0] - begin, returned - begin, time.perf_counter() - begin))
-    finally:
-        Function.launch = launch  # type: ignore[method-assign]
     names = ("first launch", "read returns", "done")
     found = {n: 1e6 * median(row[i] for row in rows) for i, n in enumerate(names)}
     return {"bytes": size, **found, "kernel": 1e6 * kernel}
@@ -280,7 +284,8 @@ def checksums(bench: Bench) -> list[dict[str, Any]]:
         def rate(algorithm: Algorithm, most: int) -> float:
             count = min(len(arrays), most // size)  # noqa: B023, called at once
             at, length = arrays.dst[:count], arrays.length[:count]  # noqa: B023
-            return count * size / wall(lambda: digest(bench.memory, at, length, algorithm)) / GB  # noqa: B023
+            seconds = median_seconds(lambda: digest(bench.memory, at, length, algorithm))
+            return count * size / seconds / GB  # noqa: B023
 
         row["xxh3"], row["mix128"] = rate(XXH3, XXH3.slice_bytes), rate(MIX128, SUM_BYTES)
         row["mix128 a message"] = rate(MIX128, min(MIX128.slice_bytes, (1 << 15) * size))
@@ -290,71 +295,47 @@ def checksums(bench: Bench) -> list[dict[str, Any]]:
 
 def beside_nixl(bench: Bench, rows: list[dict[str, Any]]) -> str:
     """Add NIXL's rates to these rows, or say why not. Last: its threads never sleep."""
-    nixl = Nixl(bench)
-    nixl.start()
-    for row in rows if nixl.agent is not None else ():
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        metadata = bench.owner.ask("nixl")["metadata"]
+        agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
+        region = (bench.region.address, bench.region.bytes, 0, "")
+        agent.register_memory([region], mem_type="VRAM")
+        peer = agent.add_remote_agent(bytes.fromhex(metadata))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    for row in rows:
         if row["bytes"] in NIXL_SIZES:
-            few = _few(bench.arrays(row["bytes"]))
+            few = first(bench.arrays(row["bytes"]), FEW_COPIES)
             moved = len(few) * row["bytes"]
-            row["nixl_gb_s"] = moved / nixl.seconds(few) / GB
-            row["same_gb_s"] = moved / wall(partial(bench.read, bench.cuda, few)) / GB
-    return nixl.why_not or "yes"
+            row["nixl_gb_s"] = moved / _nixl_seconds(agent, peer, few) / GB
+            row["same_gb_s"] = moved / bench.read_seconds(bench.cuda, few) / GB
+    return "yes"
 
 
-@dataclass(slots=True)
-class Nixl:
-    """NIXL's prepared transfers over the same memory."""
+def _nixl_seconds(agent: Any, peer: Any, copies: Copies) -> float:
+    """Of a prepared transfer over the same memory."""
+    rows = np.zeros((len(copies), 3), dtype=np.uint64)
+    rows[:, 1] = copies.length
+    lists = []
+    for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (peer, copies.src)):
+        rows[:, 0] = addresses
+        descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
+        lists.append(agent.prep_xfer_dlist(who, descriptors))
+    which = np.arange(len(copies), dtype=np.int32)
 
-    bench: Bench
-    agent: Any = None
-    peer: Any = None
-    why_not: str = ""
+    def transfer() -> None:
+        handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL ended with {state}")
+        agent.release_xfer_handle(handle)
 
-    def start(self) -> None:
-        try:
-            from nixl._api import nixl_agent, nixl_agent_config
-
-            region = self.bench.region
-            metadata = self.bench.owner.ask("nixl")["metadata"]
-            self.agent = nixl_agent("reader", nixl_agent_config(backends=["UCX"]))
-            self.agent.register_memory([(region.address, region.bytes, 0, "")], mem_type="VRAM")
-            self.peer = self.agent.add_remote_agent(bytes.fromhex(metadata))
-        except Exception as error:
-            self.agent, self.why_not = None, f"{type(error).__name__}: {error}"
-
-    def seconds(self, copies: Copies) -> float:
-        agent = self.agent
-        rows = np.zeros((len(copies), 3), dtype=np.uint64)
-        rows[:, 1] = copies.length
-        lists = []
-        for who, addresses in (("NIXL_INIT_AGENT", copies.dst), (self.peer, copies.src)):
-            rows[:, 0] = addresses
-            descriptors = agent.get_xfer_descs(rows, mem_type="VRAM")
-            lists.append(agent.prep_xfer_dlist(who, descriptors))
-        which = np.arange(len(copies), dtype=np.int32)
-
-        def transfer() -> None:
-            handle = agent.make_prepped_xfer("READ", lists[0], which, lists[1], which)
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise RuntimeError(f"NIXL ended with {state}")
-            agent.release_xfer_handle(handle)
-
-        return wall(transfer, 3)
+    return median_seconds(transfer, 3)
 
 
 def soon() -> float:
     return time.monotonic() + WAIT_SECONDS
-
-
-def wall(task: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median seconds after one run that warms up."""
-    task()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - begin)
-    return median(taken)

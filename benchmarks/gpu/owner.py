@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that owns device memory while `python -m benchmarks.gpu` reads it.
 
-One order a line, one answer a line, both JSON. It takes no part in transfers over `cuda`.
+It gets orders over a pipe, and answers each. It takes no part in transfers over `cuda`.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from benchmarks import ROOT
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import CudaStream, device
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, DeviceMemory
@@ -94,37 +92,31 @@ class Owner:
     def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
         """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
 
-        def send() -> None:
+        def send(_: int) -> None:
             memory = np.ones((chunks, CHUNK_BYTES), dtype=np.uint8)
             with socket.create_connection(("127.0.0.1", port)) as sock:
                 for number in range(size // CHUNK_BYTES):
                     sock.sendall(memory[number % chunks].data)
 
-        threads = [threading.Thread(target=send) for _ in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(streams) as threads:
+            list(threads.map(send, range(streams)))
         return {}
 
 
 class Remote:
     """The owner, as the measuring process sees it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def start(self, order: str, **arguments: Any) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps([order, arguments]) + "\n")
-        self._process.stdin.flush()
+        self._pipe.send((order, arguments))
 
     def answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise TransferError("the process that owns the device memory ended")
-        found: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = self._pipe.recv()
+        except (EOFError, OSError):
+            raise TransferError("the process that owns the device memory ended") from None
         if "error" in found:
             raise TransferError(f"the process that owns the device memory: {found['error']}")
         return found
@@ -136,31 +128,24 @@ class Remote:
 
 @contextmanager
 def start_owner() -> Iterator[Remote]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.owner"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield Remote(process)
-        finally:
-            process.kill()
+    context = multiprocessing.get_context("spawn")  # with a driver and memory of its own
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Remote(ours)
+    finally:
+        process.kill()
+        process.join()
 
 
-def main() -> None:
-    owner, out = Owner(), sys.stdout
-    sys.stdout = sys.stderr  # libraries print
-    for line in sys.stdin:
-        order, arguments = json.loads(line)
+def _serve(pipe: Connection) -> None:
+    """The owner's process: one order after another."""
+    owner = Owner()
+    while True:
+        order, arguments = pipe.recv()
         try:
-            answer = getattr(owner, order)(**arguments)
+            pipe.send(getattr(owner, order)(**arguments))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
-
-
-if __name__ == "__main__":
-    main()
+            pipe.send({"error": f"{type(error).__name__}: {error}"})

@@ -14,14 +14,14 @@ bytes is compared with the source by arithmetic of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from ctypes import c_size_t, c_uint64, c_void_p
+from collections.abc import Callable
+from ctypes import c_size_t, c_uint64
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.bench import soon
+from benchmarks.gpu.bench import download, soon
 from benchmarks.gpu.owner import Remote
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda.carrier import CudaCarrier, CudaPeer
@@ -52,23 +52,15 @@ class Setup:
     carrier: CudaCarrier
     peer: CudaPeer
 
-    def bound(self) -> list[Bound]:
-        return [
-            bind(
-                plan,
-                tokens=self.tokens,
-                src_tables=[self.src_ids],
-                dst_tables=[self.dst_ids],
-                src_bases=[self.src_bases[edge.src.tp]],
-                dst_bases=[self.dst_bases[edge.dst.tp]],
-            )
-            for edge, plan in self.plans
-        ]
-
-
-def run(owner: Remote, *, quick: bool = False) -> Iterator[dict[str, Any]]:
-    for order, tokens in CASES[:2] if quick else CASES:
-        yield measure(owner, order, tokens)
+    def bind(self, edge: Edge, plan: EdgePlan) -> Bound:
+        return bind(
+            plan,
+            tokens=self.tokens,
+            src_tables=[self.src_ids],
+            dst_tables=[self.dst_ids],
+            src_bases=[self.src_bases[edge.src.tp]],
+            dst_bases=[self.dst_bases[edge.dst.tp]],
+        )
 
 
 def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
@@ -96,20 +88,21 @@ def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
     rng = np.random.default_rng(tokens)
     ids = [1 + rng.permutation(blocks).astype(np.int64) for _ in range(2)]
     setup = Setup(order, tokens, plans, ids[0], ids[1], answer["addresses"], bases, carrier, peer)
-    total = sum(bound.bytes for bound in setup.bound())
+    bound = [setup.bind(*edge) for edge in plans]
+    total, copies = sum(one.bytes for one in bound), sum(one.descriptors for one in bound)
     result: dict[str, Any] = {
         "order": order,
         "tokens": tokens,
         "gb": total / 1e9,
-        "copies": sum(bound.descriptors for bound in setup.bound()),
-        "run_bytes": total // sum(bound.descriptors for bound in setup.bound()),
+        "copies": copies,
+        "run_bytes": total // copies,
         "plan_ms": 1e3 * plan_seconds,
     }
     clear(on, bases, sizes[1])
     result["direct"] = times(lambda: direct(setup), total)
     result["right"] = right(setup, on)
     result["rank"] = times(lambda: direct(setup, 1), total // len(plans))
-    if result["copies"] <= 6 << 20:
+    if copies <= 6 << 20:
         clear(on, bases, sizes[1])
         result["arrays"] = times(lambda: arrays(setup), total)
         result["arrays_right"] = right(setup, on)
@@ -121,42 +114,34 @@ def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
     return result
 
 
-def times(task: Any, total: int) -> dict[str, float]:
-    """The median run, after one that warms up."""
+def times(task: Callable[[], tuple[float, float]], total: int) -> dict[str, float]:
+    """The median run, after one that warms up. A run tells its seconds, and those of binding."""
     task()
-    runs = sorted((task() for _ in range(REPEATS)), key=lambda spent: spent["ms"])
-    best: dict[str, float] = runs[len(runs) // 2]
-    return best | {"gb_s": total / best["ms"] / 1e6, "bind_share": best["bind_ms"] / best["ms"]}
+    seconds, bound = sorted(task() for _ in range(REPEATS))[REPEATS // 2]
+    return {"ms": 1e3 * seconds, "gb_s": total / seconds / 1e9, "bind_share": bound / seconds}
 
 
-def direct(setup: Setup, edges: int | None = None) -> dict[str, float]:
+def direct(setup: Setup, edges: int | None = None) -> tuple[float, float]:
     begin, bound_seconds = time.perf_counter(), 0.0
     transfers = []
     for edge, plan in setup.plans[:edges]:
         started = time.perf_counter()
-        bound = bind(
-            plan,
-            tokens=setup.tokens,
-            src_tables=[setup.src_ids],
-            dst_tables=[setup.dst_ids],
-            src_bases=[setup.src_bases[edge.src.tp]],
-            dst_bases=[setup.dst_bases[edge.dst.tp]],
-        )
+        bound = setup.bind(edge, plan)
         bound_seconds += time.perf_counter() - started
         transfers += [setup.carrier.read(setup.peer, batch) for batch in bound.batches]
     for transfer in transfers:
         transfer.wait(soon())
-    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+    return time.perf_counter() - begin, bound_seconds
 
 
-def arrays(setup: Setup) -> dict[str, float]:
+def arrays(setup: Setup) -> tuple[float, float]:
     begin, bound_seconds = time.perf_counter(), 0.0
-    for bound in setup.bound():
+    for bound in [setup.bind(*edge) for edge in setup.plans]:
         started = time.perf_counter()
         copies: Copies = bound.copies()
         bound_seconds += time.perf_counter() - started
         setup.carrier.read(setup.peer, copies).wait(soon())
-    return {"ms": 1e3 * (time.perf_counter() - begin), "bind_ms": 1e3 * bound_seconds}
+    return time.perf_counter() - begin, bound_seconds
 
 
 def clear(on: Device, bases: list[int], sizes: list[int]) -> None:
@@ -186,15 +171,6 @@ def right(setup: Setup, on: Device) -> bool:
         dst = at(dst_base, setup.dst_ids, layer, head % per_dst, token, per_dst)
         shift = shifts.shift_of(src, src + HEAD_BYTES)
         assert shift is not None
-        if _bytes(on, src + shift) != _bytes(on, dst):
+        if download(on, src + shift, HEAD_BYTES) != download(on, dst, HEAD_BYTES):
             return False
     return True
-
-
-def _bytes(on: Device, address: int) -> bytes:
-    out = np.empty(HEAD_BYTES, dtype=np.uint8)
-    with on.current():
-        driver().call(
-            "cuMemcpyDtoH_v2", c_void_p(out.ctypes.data), c_uint64(address), c_size_t(HEAD_BYTES)
-        )
-    return out.tobytes()

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.bench import GB, Bench, soon, wall
+from benchmarks.gpu.bench import GB, Bench, first, soon
 from benchmarks.gpu.owner import Remote
+from benchmarks.measuring import median_seconds
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, RING_CHUNKS
 from kvferry.carriers.tcp.carrier import STAGED_STREAMS_PER_TRANSFER
 from kvferry.copies import Copies
@@ -54,7 +55,7 @@ def staging(bench: Bench) -> dict[str, Any]:
 def _row(bench: Bench, run: int) -> dict[str, Any]:
     arrays = bench.arrays(run)
     count = min(len(arrays), TOTAL_BYTES // run)
-    some = Copies(arrays.src[:count], arrays.dst[:count], arrays.length[:count])
+    some = first(arrays, count)
     total = count * run
     row: dict[str, Any] = {"bytes": run}
     for name, chunks in (("gather", bench.memory.outgoing), ("scatter", bench.memory.incoming)):
@@ -63,13 +64,14 @@ def _row(bench: Bench, run: int) -> dict[str, Any]:
             for _ in chunks(some.dst, some.length):  # noqa: B023, called at once
                 pass
 
-        row[f"{name}_gb_s"] = total / wall(drain, 3) / GB
+        row[f"{name}_gb_s"] = total / median_seconds(drain, 3) / GB
     for transfers in TRANSFERS:
         parts = [
             Copies(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
             for i in range(transfers)
         ]
-        row[f"tcp_{transfers}_gb_s"] = total / wall(partial(together, bench, parts), ROUNDS) / GB
+        seconds = median_seconds(partial(together, bench, parts), ROUNDS)
+        row[f"tcp_{transfers}_gb_s"] = total / seconds / GB
     return row
 
 
@@ -96,12 +98,9 @@ def sockets(owner: Remote, streams: int, chunks: int) -> float:
             while sock.recv_into(memory[turn % RING_CHUNKS].data, 0, socket.MSG_WAITALL):
                 turn += 1
 
-    threads = [threading.Thread(target=receive, args=(sock,)) for sock in accepted]
     begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(streams) as threads:
+        list(threads.map(receive, accepted))
     seconds = time.perf_counter() - begin
     owner.answer()
     return size * streams / seconds

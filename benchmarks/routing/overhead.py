@@ -36,10 +36,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import python_path
+from benchmarks.measuring import ProcessorShares, cpu_seconds, percentile
+from benchmarks.report import Shown, at_most, sheet
 from benchmarks.routing.engine import DONE
 from kvferry.errors import KvferryError
 
@@ -50,7 +53,6 @@ WARM_UP_SECONDS = 1.0
 START_SECONDS = 60.0
 END_SECONDS = 30.0  # for the last answers of a round
 ALONE = "engine alone"
-_TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ class Load:
     per_second: float
     seconds: float  # of a round
     rounds: int
-    tokens: int  # of a prompt
-    delay_ms: float  # until the engine's first byte
-    events: int  # of an answer
+    tokens: int = 1000  # of a prompt
+    delay_ms: float = 20.0  # until the engine's first byte
+    events: int = 8  # of an answer
     most_others: float = 1.0  # share of the processor time, in a round that counts
     patience_seconds: float = 300.0
 
@@ -75,10 +77,6 @@ class CaseResult:
     added_p99_ms: float
     router_ms: float  # of processor time, a request
     others: float  # share of all processor time that other programs had
-
-    @property
-    def met(self) -> bool:
-        return self.added_p99_ms <= P99_ADDED_MS
 
 
 @dataclass(slots=True)
@@ -123,35 +121,59 @@ def measure(load: Load) -> list[CaseResult]:
         deadline = time.monotonic() + load.patience_seconds
         for case in cases * load.rounds:
             while True:
-                look = _Look(ours)
+                shares = ProcessorShares(ours)
                 before = _cpu_seconds(case.router)
                 taken = asyncio.run(_round(load, case, load.seconds, dice))
-                if look.others() <= load.most_others or time.monotonic() > deadline:
+                _, others = shares.busy_and_others()
+                if others <= load.most_others or time.monotonic() > deadline:
                     break
             case.seconds += taken
             case.cpu_seconds += _cpu_seconds(case.router) - before
-            case.others.append(look.others())
+            case.others.append(others)
     gc.enable()
     alone = cases[0].seconds
     return [_result(case, alone) for case in cases]
 
 
 def _result(case: _Case, alone: Sequence[float]) -> CaseResult:
-    p50, p99 = _percentile_ms(case.seconds, 0.5), _percentile_ms(case.seconds, 0.99)
+    p50, p99 = (percentile(case.seconds, share) * 1e3 for share in (0.5, 0.99))
     return CaseResult(
         case.name,
         len(case.seconds),
         p50,
         p99,
-        p50 - _percentile_ms(alone, 0.5),
-        p99 - _percentile_ms(alone, 0.99),
+        p50 - percentile(alone, 0.5) * 1e3,
+        p99 - percentile(alone, 0.99) * 1e3,
         case.cpu_seconds / len(case.seconds) * 1e3,
         statistics.fmean(case.others),
     )
 
 
-def _percentile_ms(seconds: Sequence[float], share: float) -> float:
-    return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))] * 1e3
+def as_json(load: Load, results: Sequence[CaseResult]) -> dict[str, Any]:
+    return {"load": asdict(load), "cases": [asdict(each) for each in results]}
+
+
+def tables(load: Load, results: Sequence[CaseResult]) -> Shown:
+    columns = {
+        "case": "{r.case}",
+        "requests": "{r.requests:,}",
+        "p50": "{r.p50_ms:.1f}",
+        "p99": "{r.p99_ms:.1f}",
+        "added p50": "{r.added_p50_ms:.1f}",
+        "added p99": "{r.added_p99_ms:.1f}",
+        "router ms": "{r.router_ms:.2f}",
+        "others": "{r.others:.0%}",
+    }
+    title = (
+        f"{load.per_second:g} streams a second of {load.events} events, prompts of {load.tokens:,} "
+        f"tokens, the engine's first byte after {load.delay_ms:g} ms. Milliseconds:"
+    )
+    verdicts = [
+        at_most(f"{each.case}, added p99", each.added_p99_ms, P99_ADDED_MS, "{:.1f} ms")
+        for each in results
+        if each.case != ALONE
+    ]
+    return [sheet(title, results, columns)], verdicts
 
 
 # The client
@@ -258,26 +280,4 @@ def _router(
 
 
 def _cpu_seconds(process: subprocess.Popen[bytes] | None) -> float:
-    return 0.0 if process is None else _ticks(process.pid) * _TICK_SECONDS
-
-
-def _ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
-class _Look:
-    """How the processor time since then is shared between these processes and others."""
-
-    def __init__(self, ours: Sequence[int]) -> None:
-        self._pids = ours
-        self._begun = self._now()
-
-    def others(self) -> float:
-        now = self._now()
-        idle, everything, ours = (b - a for a, b in zip(self._begun, now, strict=True))
-        return max(0.0, (everything - idle - ours) / everything) if everything else 0.0
-
-    def _now(self) -> tuple[int, int, int]:
-        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks), sum(map(_ticks, self._pids))
+    return 0.0 if process is None else cpu_seconds({process.pid})

@@ -39,7 +39,7 @@ STREAM_TOKENS = 48
 CACHE_BYTES = float(1 << 30)  # VLLM_CPU_KVCACHE_SPACE
 CHUNK_TOKENS = 2048
 MOST_ATTENTION_TOKENS = 1e9  # where attention costs too little to be seen
-LEAST_LOAD_SECONDS = 1e-9  # of a token, the same for hand-overs
+LEAST_TOKEN_SECONDS = 1e-9  # where a token costs too little to be seen, computed or loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class Calibration:
         one, many = (statistics.median(steps) for steps in self._steps.values())
         growth = max(0.0, (many - one) / (STREAMS - 1))
         fixed, each, square = _curve(self._computed, 2)
+        each = max(each, LEAST_TOKEN_SECONDS)
         attention = each / (2 * square) if square > 0 else MOST_ATTENTION_TOKENS
         # The first token of a hand-over is the load, and a step.
         loads = {size: [s - one for s in seconds] for size, seconds in self._handed.items()}
@@ -122,7 +123,7 @@ class Calibration:
             cache_bytes=CACHE_BYTES,
             prefill=PrefillCost(fixed, each, attention),
             step=StepTime(one - growth, growth),
-            transfer=CopyCost(load_fixed, bytes_per_token / max(load_each, LEAST_LOAD_SECONDS)),
+            transfer=CopyCost(load_fixed, bytes_per_token / max(load_each, LEAST_TOKEN_SECONDS)),
             chunk_tokens=CHUNK_TOKENS,
             about="tiny engines, one request at a time, as a client sees them",
             command="python -m benchmarks.routing --part engines",

@@ -24,10 +24,7 @@ of the processors such engines take while nobody asks them.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -40,7 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks import require_vllm
+from benchmarks.measuring import ProcessorShares, awake, pause, percentile
+from benchmarks.report import Shown, sheet
 from benchmarks.routing.conversations import (
     BLOCK_TOKENS,
     Ask,
@@ -56,8 +57,15 @@ from kvferry.simulate.engine import EngineRates
 from kvferry.simulate.run import Policy
 from router_process import RouterProcess
 from tiny_models import llama_config, make_model
-from vllm_engines import Engine, events_of, free_port, open_log, publish_events
-from vllm_pairs import started
+from vllm_engines import (
+    Engine,
+    events_of,
+    free_port,
+    nixl_environment,
+    open_log,
+    publish_events,
+)
+from vllm_pairs import post, started
 
 LAYERS = 4
 CHUNK_TOKENS = 2048  # max_num_batched_tokens
@@ -65,7 +73,7 @@ DECODE = 2  # engines
 START_SECONDS = 60.0  # of a router
 IDLE_SECONDS = 3.0  # of looking
 RESET_SECONDS = 60.0  # for the blocks of ended requests to come back
-WARM_UP = 3  # conversations
+CONVERSATIONS, WARM_UP = 6, 3
 COMPUTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"}'
 
 
@@ -130,11 +138,11 @@ class _Seen:
     others: list[float] = field(default_factory=list)
 
 
-def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
-    """`count` conversations; raises KvferryError if an engine or a router does not do its part."""
+def measure(rounds: int, vllm_router: Path | None) -> RealRun:
+    """Raises KvferryError if an engine or a router does not do its part."""
     require_vllm("bench-routing")
     cases = [case for case in CASES if not case.theirs or vllm_router is not None]
-    asks = conversations(count)
+    asks = conversations(CONVERSATIONS)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-routing-")))
         model = make_model(folder / "tiny", llama_config(num_hidden_layers=LAYERS))
@@ -143,7 +151,7 @@ def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
             fleets[connector] = fleet = _Fleet(connector, model, folder)
             stack.callback(fleet.kill)
             fleet.start()
-            fleet.pause()
+            pause(fleet.engines)
         first = fleets[cases[0].connector]
         with first.awake():
             right = asyncio.run(_alone(first.prefill.url, asks))
@@ -164,11 +172,9 @@ def measure(count: int, rounds: int, vllm_router: Path | None) -> RealRun:
         rates = {name: each.rates(_cache_bytes_per_token()) for name, each in costs.items()}
         predictions = []
         for case in cases:
-            singles, told = (
-                [each.first_seconds for each in seen_there]
-                for seen_there in (seen[case.name].singles, seen[case.name].told)
-            )
             if case.like is not None:
+                singles = [each.first_seconds for each in seen[case.name].singles]
+                told = [each.first_seconds for each in seen[case.name].told]
                 cost = rates[case.connector]
                 found = predict(case.name, case.like, asks, cost, DECODE, singles, told)
                 predictions.append(found)
@@ -180,9 +186,9 @@ def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], s
     asyncio.run(one_after_another(url, conversations(WARM_UP, seed=2)))
     seen.singles += asyncio.run(at_their_times(url, single_asks()))
     fleet.forget()
-    before, look = fleet.computed_tokens(), _Look(fleet)
+    before, shares = fleet.computed_tokens(), fleet.shares()
     told = asyncio.run(at_their_times(url, asks))
-    busy, others = look.shares()
+    busy, others = shares.busy_and_others()
     tokens = sum(len(ask.tokens) for ask in asks)
     seen.prompt_tokens += tokens
     seen.hit_tokens += tokens - (fleet.computed_tokens() - before)
@@ -195,19 +201,56 @@ def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], s
 
 
 def _result(name: str, seen: _Seen, requests: int) -> RealResult:
-    first = sorted(told.first_seconds * 1e3 for told in seen.told)
+    first = [told.first_seconds * 1e3 for told in seen.told]
     return RealResult(
         name,
         len(first),
         seen.prompt_tokens,
         seen.hit_tokens,
         statistics.median(first),
-        first[min(len(first) - 1, int(0.99 * len(first)))],
+        percentile(first, 0.99),
         requests / seen.rush_seconds,
         seen.wrong,
         statistics.fmean(seen.busy),
         statistics.fmean(seen.others),
     )
+
+
+def as_json(ran: RealRun) -> dict[str, Any]:
+    predictions = [msgspec.to_builtins(p) | {"ratio": p.ratio} for p in ran.predictions]
+    told: dict[str, Any] = msgspec.to_builtins(ran)
+    return told | {"predictions": predictions}
+
+
+def tables(ran: RealRun) -> Shown:
+    routers = {
+        "case": "{r.case}",
+        "requests": "{r.requests}",
+        "hit tokens": "{r.hit_tokens:,} of {r.prompt_tokens:,}",
+        "first token p50 ms": "{r.p50_ms:.0f}",
+        "p99 ms": "{r.p99_ms:.0f}",
+        "requests a second": "{r.per_second:.2f}",
+        "wrong": "{r.wrong}",
+        "busy": "{r.busy:.0%}",
+        "others": "{r.others:.0%}",
+    }
+    beside = {
+        "case": "{r.case}",
+        "measured": "{r.measured_ms:.0f}",
+        "simulated": "{r.predicted_ms:.0f}",
+        "router": "{r.router_ms:.0f}",
+        "policy": "{r.policy}",
+        "ratio": "{r.ratio:.2f}",
+        "met": "{r.met}",
+    }
+    notes = []
+    for connector, rates in ran.rates.items():
+        share = f"idle engines take {ran.idle[connector] * 100:.0f} % of the processors"
+        notes.append(f"{connector}: {share}; rates: {msgspec.json.encode(rates).decode()}")
+    return [
+        sheet("Routers", ran.results, routers),
+        sheet("First token p50, ms", ran.predictions, beside),
+    ], notes
 
 
 async def _alone(url: str, asks: Sequence[Ask]) -> list[str]:
@@ -226,9 +269,9 @@ def _say(what: str) -> None:
 
 
 def _idle_share(fleet: _Fleet) -> float:
-    look = _Look(fleet)
+    shares = fleet.shares()
     time.sleep(IDLE_SECONDS)
-    busy, others = look.shares()
+    busy, others = shares.busy_and_others()
     return busy - others
 
 
@@ -251,24 +294,22 @@ class _Fleet:
         for engine in self.engines:
             engine.kill()
 
-    def pause(self) -> None:
-        for engine in self.engines:
-            os.killpg(engine.pid, signal.SIGSTOP)
-
     @contextmanager
     def awake(self) -> Iterator[None]:
-        for engine in self.engines:
-            os.killpg(engine.pid, signal.SIGCONT)
-        for engine in self.engines:
-            engine.wait_ready(START_SECONDS)
-        yield
-        self.pause()
+        with awake(self.engines):
+            for engine in self.engines:
+                engine.wait_ready(START_SECONDS)
+            yield
+
+    def shares(self) -> ProcessorShares:
+        """Of the processors, from now on."""
+        return ProcessorShares({os.getpgrp(), *(engine.pid for engine in self.engines)})
 
     def forget(self) -> None:
         """Empty all caches."""
         deadline = time.monotonic() + RESET_SECONDS
         for engine in self.engines:
-            while not _post(f"{engine.url}/reset_prefix_cache").get("success"):
+            while not _forgets(engine):
                 if time.monotonic() > deadline:
                     raise KvferryError(f"{engine.name} keeps blocks of requests that have ended")
                 engine.complete([5], max_tokens=1)  # a step, in which it hears of ended transfers
@@ -276,6 +317,11 @@ class _Fleet:
 
     def computed_tokens(self) -> int:
         return round(sum(engine.metric(COMPUTED) for engine in self.engines))
+
+
+def _forgets(engine: Engine) -> bool:
+    status, told = post(f"{engine.url}/reset_prefix_cache")
+    return status == 200 and bool(told["success"])
 
 
 def _engine(connector: str, name: str, model: Path, folder: Path) -> Engine:
@@ -286,18 +332,8 @@ def _engine(connector: str, name: str, model: Path, folder: Path) -> Engine:
     if connector == "NixlConnector":
         made.transfer = {"kv_connector": connector, "kv_buffer_device": "cpu"}
         made.transfer |= {"kv_connector_module_path": None}
-        made.environment |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            "UCX_NET_DEVICES": "lo",
-        }
+        made.environment |= nixl_environment()
     return publish_events(made)
-
-
-def _post(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(urllib.request.Request(url, b""), timeout=30) as answer:
-        loaded: dict[str, Any] = json.load(answer)
-        return loaded
 
 
 # Routers
@@ -340,30 +376,3 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
         except OSError:
             time.sleep(0.2)
     raise KvferryError(f"vllm-router did not start: {log.read_text(errors='replace')[-1000:]}")
-
-
-class _Look:
-    """How busy the processors are since then, and what of it other programs have."""
-
-    def __init__(self, fleet: _Fleet) -> None:
-        self._groups = {os.getpgrp(), *(engine.pid for engine in fleet.engines)}
-        self._begun = self._now()
-
-    def shares(self) -> tuple[float, float]:
-        idle, everything, ours = (b - a for a, b in zip(self._begun, self._now(), strict=True))
-        busy = (everything - idle) / everything
-        return busy, max(0.0, busy - ours / everything)
-
-    def _now(self) -> tuple[int, int, int]:
-        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        ours = 0
-        for path in Path("/proc").iterdir():
-            if not re.fullmatch(r"\d+", path.name):
-                continue
-            try:
-                fields = (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if int(fields[2]) in self._groups:
-                ours += int(fields[11]) + int(fields[12])
-        return ticks[3] + ticks[4], sum(ticks), ours

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Shown, Verdict, at_least, at_most
+from kvferry.cli.page import TableSheet
 from kvferry.simulate.engine import MEASURED, read_rates
 from kvferry.simulate.run import FleetShape, Plan, Policy, simulate
 from kvferry.simulate.trace import read_trace
 
 NAMES: tuple[Policy, ...] = ("cost", "round-robin", "least-loaded", "prefix-hash")
+# Of `cost`, over another policy: the least hit rate, and the most time to the first token.
+BARS: tuple[tuple[Policy, str, float, float], ...] = (
+    ("round-robin", "round robin's", 1.5, 0.5),
+    ("prefix-hash", "prefix hash's", 1.0, 1.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,36 +30,15 @@ class Comparison:
     hit_rate: dict[Policy, float]
     p90_seconds: dict[Policy, float]  # first token
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {bar.what: bar.ratio(self) for bar in BARS}
+    def hits_over(self, other: Policy) -> float:
+        return self.hit_rate["cost"] / self.hit_rate[other]
+
+    def p90_over(self, other: Policy) -> float:
+        return self.p90_seconds["cost"] / self.p90_seconds[other]
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    what: str
-    asked: str
-    ratio: Callable[[Comparison], float]
-    met: Callable[[float], bool]
-
-
-def _hits(other: Policy) -> Callable[[Comparison], float]:
-    return lambda c: c.hit_rate["cost"] / c.hit_rate[other]
-
-
-def _p90(other: Policy) -> Callable[[Comparison], float]:
-    return lambda c: c.p90_seconds["cost"] / c.p90_seconds[other]
-
-
-BARS = (
-    Bar("hit rate over round robin's", ">= 1.5", _hits("round-robin"), lambda x: x >= 1.5),
-    Bar("first token p90 over round robin's", "<= 0.5", _p90("round-robin"), lambda x: x <= 0.5),
-    Bar("hit rate over prefix hash's", "> 1", _hits("prefix-hash"), lambda x: x > 1),
-    Bar("first token p90 over prefix hash's", "< 1", _p90("prefix-hash"), lambda x: x < 1),
-)
-
-
-def compare(file: Path, engines: str, speeds: Sequence[float]) -> list[Comparison]:
-    """Raises DescriptionError if the trace or the engines cannot be read."""
+def compare(file: Path, speeds: Sequence[float], engines: str = "8") -> list[Comparison]:
+    """Raises DescriptionError if the trace cannot be read."""
     rates, shape, whole = read_rates(MEASURED), FleetShape.read(engines), read_trace(file)
     found = []
     for speed in speeds:
@@ -66,3 +52,37 @@ def compare(file: Path, engines: str, speeds: Sequence[float]) -> list[Compariso
             )
         )
     return found
+
+
+def verdicts(found: Sequence[Comparison]) -> Iterator[Verdict]:
+    for other, whose, least_hits, most_time in BARS:
+        for each in found:
+            bar = f"hit rate over {whose}, at load {each.speed:g}"
+            yield at_least(bar, each.hits_over(other), least_hits, "{:.2f}")
+        for each in found:
+            bar = f"first token p90 over {whose}, at load {each.speed:g}"
+            yield at_most(bar, each.p90_over(other), most_time, "{:.2f}")
+
+
+def as_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
+    told = []
+    for each in found:
+        ratios = {}
+        for other, whose, *_ in BARS:
+            ratios[f"hit rate over {whose}"] = each.hits_over(other)
+            ratios[f"first token p90 over {whose}"] = each.p90_over(other)
+        told.append(asdict(each) | ratios)
+    return told
+
+
+def tables(found: Sequence[Comparison]) -> Shown:
+    head = ["load", *(f"hit %: {n}" for n in NAMES), *(f"p90 s: {n}" for n in NAMES)]
+    rows = [
+        [
+            f"{each.speed:g}",
+            *(f"{each.hit_rate[name] * 100:.1f}" for name in NAMES),
+            *(f"{each.p90_seconds[name]:.2f}" for name in NAMES),
+        ]
+        for each in found
+    ]
+    return [TableSheet("Policies", head, rows)], list(verdicts(found))

@@ -48,9 +48,9 @@ CALLS = (
 
 
 class Times:
-    """The longest step's seconds, all seconds, and the number of steps, in a shared file."""
+    """The seconds of the longest step, in a shared file."""
 
-    FORM = struct.Struct("3d")
+    FORM = struct.Struct("d")
 
     def __init__(self, path: Path) -> None:
         if not path.exists() or path.stat().st_size < self.FORM.size:
@@ -60,9 +60,9 @@ class Times:
         self._step = 0.0
         self._depth = 0
 
-    def read(self) -> tuple[float, float, int]:
-        longest, total, steps = self.FORM.unpack(self._memory)
-        return longest, total, int(steps)
+    def longest(self) -> float:
+        (longest,) = self.FORM.unpack(self._memory)
+        return float(longest)
 
     def clear(self) -> None:
         self._memory[:] = bytes(self.FORM.size)
@@ -78,10 +78,7 @@ class Times:
             self._step += time.perf_counter() - start
             self._depth = 0
             if name in STEP_ENDS:
-                longest, total, steps = self.read()
-                self.FORM.pack_into(
-                    self._memory, 0, max(longest, self._step), total + self._step, steps + 1.0
-                )
+                self.FORM.pack_into(self._memory, 0, max(self.longest(), self._step))
                 self._step = 0.0
 
 

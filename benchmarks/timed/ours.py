@@ -14,8 +14,6 @@ from benchmarks.timed import FREE, timed
 from kvferry import vllm as ours
 
 FerryConnector = timed(ours.FerryConnector)
-NixlConnector = timed(ours.NixlConnector)
-MooncakeConnector = timed(ours.MooncakeConnector)
 
 
 class FreeConnector(FerryConnector):  # type: ignore[misc, valid-type]

@@ -202,6 +202,15 @@ class Engine:
         self.stop()
 
 
+def nixl_environment() -> dict[str, str]:
+    """Of an engine with vLLM's NixlConnector: a port of its own, on loopback alone."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
 def publish_events(engine: Engine) -> Engine:
     """Let an engine that is not started yet publish its KV events."""
     events = {

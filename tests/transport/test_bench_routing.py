@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing.overhead import ALONE, Load, measure
-from benchmarks.routing.trace import BARS, NAMES, compare
+from benchmarks.routing.trace import NAMES, as_json, compare, tables, verdicts
 
 
 def test_the_engines_own_time_is_told_from_the_routers() -> None:
@@ -38,13 +38,14 @@ def test_ratios_are_those_of_the_policies(tmp_path: Path) -> None:
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (found,) = compare(file, "2", [1.0])
+    (found,) = compare(file, [1.0], "2")
     assert set(found.hit_rate) == set(found.p90_seconds) == set(NAMES)
     assert found.hit_rate["cost"] > found.hit_rate["round-robin"] > 0
-    by_what = {bar.what: bar for bar in BARS}
-    hits = by_what["hit rate over round robin's"]
-    assert hits.ratio(found) == found.hit_rate["cost"] / found.hit_rate["round-robin"]
-    assert hits.met(1.5) and not hits.met(1.49)
-    p90 = by_what["first token p90 over round robin's"]
-    assert p90.met(0.5) and not p90.met(0.51)
-    assert found.as_json()[p90.what] == p90.ratio(found) < 1
+    (told,) = as_json([found])
+    ratio = found.hit_rate["cost"] / found.hit_rate["round-robin"]
+    assert told["hit rate over round robin's"] == ratio
+    hits, p90, *_ = verdicts([found])
+    assert hits.met == (ratio >= 1.5) and hits.found == f"{ratio:.2f}"
+    assert told["first token p90 over round robin's"] < 1 and p90.wanted == "at most 0.50"
+    sheets, lines = tables([found])
+    assert len(sheets[0].rows) == 1 and len(lines) == 4

@@ -89,11 +89,11 @@ def test_the_store_replays_a_trace(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.jsonl").blocks == trace.blocks
     capacity = 200
     ours, lru = replay_store(trace, capacity), replay_lru(trace, capacity)
-    best = replay_optimum(trace, capacity, leaf_first=True)
+    best = replay_optimum(trace, capacity)
     assert lru.whole < ours.whole < best.whole
     assert ours.whole > 1.15 * lru.whole
     everything = replay_store(trace, 20_000)
-    assert everything == replay_lru(trace, 20_000) == replay_optimum(trace, 20_000, True)
+    assert everything == replay_lru(trace, 20_000) == replay_optimum(trace, 20_000)
 
 
 def test_reference_figures() -> None:
@@ -105,8 +105,8 @@ def test_reference_figures() -> None:
     assert trace.total == 288_500
     assert replay_lru(trace, 1000).whole == pytest.approx(0.044, abs=1e-3)
     assert replay_lru(trace, 10_000).whole == pytest.approx(0.211, abs=1e-3)
-    assert replay_optimum(trace, 1000, False).whole == pytest.approx(0.179, abs=1e-3)
-    assert replay_optimum(trace, 3000, False).whole == pytest.approx(0.290, abs=1e-3)
+    assert replay_optimum(trace, 1000).whole == pytest.approx(0.179, abs=1e-3)
+    assert replay_optimum(trace, 3000).whole == pytest.approx(0.290, abs=1e-3)
 
 
 def test_bad_traces(tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ def test_rates_are_read_off_what_engines_took() -> None:
     assert rates.transfer.bytes_per_second == pytest.approx(16_384 / LOADED)
 
 
+def test_a_prompt_that_costs_by_its_square_alone_can_be_predicted() -> None:
+    """On a busy machine, the best curve may have no part that grows with the tokens."""
+    made = calibrated()
+    made._computed = {size: [FIXED + 1e-7 * size * size] for size in SIZES}
+    cost = made.rates(16_384).prefill
+    assert cost.token_seconds > 0 and cost.attention_tokens > 0
+    assert cost.token_seconds / (2 * cost.attention_tokens) == pytest.approx(1e-7, rel=0.01)
+
+
 def test_requests_are_predicted_with_the_routers_time_that_single_ones_showed() -> None:
     rates, router = calibrated().rates(16_384), 0.03
 

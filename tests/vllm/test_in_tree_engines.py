@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 
 from benchmarks import python_path
 from tiny_models import make_model
-from vllm_engines import Engine, free_port, hand_over
+from vllm_engines import Engine, free_port, hand_over, nixl_environment
 from vllm_pairs import ids, mooncake_decode, mooncake_prefill, prompt, started
 
 pytestmark = pytest.mark.matrix
@@ -26,10 +26,8 @@ def engine(name: str, folder: Path, module: str, transfer: dict[str, Any], port:
     made.transfer = {"kv_connector_module_path": module, **transfer}
     made.environment = {
         "PYTHONPATH": python_path(),
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        **nixl_environment(),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port),
-        "UCX_NET_DEVICES": "lo",
         "KVFERRY_BENCH_TIMES": str(folder / f"{name}.times"),
     }
     return made
