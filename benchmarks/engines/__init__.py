@@ -7,7 +7,7 @@
                the engine's own prefix cache; and what a load does to another running request
     stream     mixed requests at rising rates through a prefill and a decode engine, beside NIXL and
                one engine alone
-    start      what a connector adds to an engine's start, from the starts that the others need
+    start      what a connector adds to an engine's start, in several rounds
 
 Each engine is a process of its own (`worker.py`), driven over a socket (`fleet.py`) and timed in
 its own process. Engines of a part start together, and then only one is measured at a time.

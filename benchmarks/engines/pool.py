@@ -97,6 +97,19 @@ def free_memory(shared: Path) -> float:
     return min(shutil.disk_usage(shared).free * 0.9, available * 0.8)
 
 
+def embedded(path: Path, size: int) -> dict[str, Any]:
+    """kvferry's pool, with a store of its own."""
+    return {
+        "kv_connector": "FerryPoolConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_connector_extra_config": {
+            "path": str(path),
+            "size": size,
+            "weight_revision": "dummy",
+        },
+    }
+
+
 def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[list[Engine], int]:
     """Engines for `Pool`, not started, and how many of the longest prompt kvferry gets."""
     sizes, many = plan_stores(fleet, lengths, free_memory(fleet.shared))
@@ -104,16 +117,7 @@ def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[
     report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
 
     def ferry(who: str) -> dict[str, Any]:
-        extra = {
-            "path": str(fleet.shared / who.replace(" ", "-").replace(",", "")),
-            "size": sizes[who],
-            "weight_revision": "dummy",
-        }
-        return {
-            "kv_connector": "FerryPoolConnector",
-            "kv_connector_module_path": "kvferry.vllm",
-            "kv_connector_extra_config": extra,
-        }
+        return embedded(fleet.shared / who.replace(" ", "-").replace(",", ""), sizes[who])
 
     offload = {
         "kv_connector": "OffloadingConnector",
