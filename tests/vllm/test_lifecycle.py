@@ -29,7 +29,7 @@ from ipv6 import has_ipv6
 from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
-from kvferry.vllm.metadata import HandoverReport
+from kvferry.vllm.metadata import FerryReport
 from tiny_models import make_model
 from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, post, reaches
@@ -74,7 +74,7 @@ def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
             for ferry in [c.handover for c in engine.children if getattr(c, "STYLE", None)]:
                 assert ferry.producing.held_blocks == 0 and not ferry.producing.held
                 assert not wanted_by(ferry)
-                run(engine, until=lambda: not ferry.consuming._siblings._families)  # noqa: B023
+                run(engine, until=lambda: not ferry.consuming.unsettled)  # noqa: B023
     finally:
         for engine in pairs.engines:
             engine.close()
@@ -458,8 +458,8 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
 def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     p, _ = make.pair()
     offering, stats = p.ferry.producing, p.ferry.parts.stats
-    one = HandoverReport([], {"a": "delivered", "b": "failed"})
-    both = one.aggregate(HandoverReport([], {"a": "failed", "b": "delivered", "c": "expired"}))
+    one = FerryReport(closed={"a": "delivered", "b": "failed"})
+    both = one.aggregate(FerryReport(closed={"a": "failed", "b": "delivered", "c": "expired"}))
     offering.closed(both.closed)
     offering.closed({"c": "delivered", "d": "delivered"})  # another rank, a step later
     offering.sent(["a", "b", "c"])
