@@ -415,7 +415,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         handover, pool = self.handover or self.worker, self.pool or self.pool_worker
         stats = handover.take_stats() if handover is not None else FerryStats()
         if pool is not None:
-            stats.add_pool(pool.take_counts())
+            pool.add_stats(stats)
         return None if stats.is_empty() else stats
 
     @classmethod

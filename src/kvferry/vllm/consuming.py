@@ -393,14 +393,12 @@ class Consuming:
                 found = self._ticket(named)
             except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
                 self._unfound.remove(named)
-                ours = None if isinstance(error, KvferryError) else error
-                log.log(
-                    logging.INFO if ours is None else logging.ERROR,
+                log.warning(
                     "the hold of %r at %s is not given back, and will expire: %s",
                     named.name,
                     named.place.address,
                     error,
-                    exc_info=ours,
+                    exc_info=None if isinstance(error, KvferryError) else error,
                 )
                 continue
             if found is not None:

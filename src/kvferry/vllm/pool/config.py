@@ -61,18 +61,6 @@ MUST_BE_TRUE: Mapping[str, str] = {
     "discard_partial_chunks": "the pool keeps whole blocks: the tokens of a block that is not full "
     "have no key, and are computed again",
 }
-# Variables of the environment that vLLM's own connector reads, and what each does here.
-MOONCAKE_VARIABLES: Mapping[str, str] = {
-    "MOONCAKE_CONFIG_PATH": "The same.",
-    "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "The same.",
-    "MOONCAKE_PREFERRED_SEGMENT": "No effect, and logged: Mooncake chooses where blocks lie.",
-    "VLLM_MOONCAKE_STORE_TIER_LOG": "The same: each load logs how many of its objects lay in "
-    "memory and on disk.",
-    "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "The same, with `enable_offload` in Mooncake's "
-    "file.",
-    "VLLM_MOONCAKE_LOAD_RECV_THREADS": "No effect: a load is cut into chunks, which four threads "
-    "read.",
-}
 LOOKUP_BUFFER_BYTES = 64 << 20
 
 

@@ -26,7 +26,7 @@ from kvferry.pool.wrappers import MEANING
 from kvferry.vllm.describe import replicas
 from kvferry.vllm.fingerprint import Prompts, content
 from kvferry.vllm.metadata import FerryReport
-from kvferry.vllm.metrics import taken
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
@@ -209,13 +209,12 @@ class VllmPoolScheduler:
         self.pool.choice.steps.over()
         return self._events.take()
 
-    def take_counts(self) -> dict[str, Any]:
+    def add_stats(self, stats: FerryStats) -> None:
         """Counts since the last call, and the number of blocks in quarantine, if it has changed."""
-        counts = taken(self.pool.counters)
+        stats.add_pool(self.pool.counters)
         if self.pool.quarantined_blocks != self._quarantined:
             self._quarantined = self.pool.quarantined_blocks
-            counts["levels"] = {self._number: self._quarantined}
-        return counts
+            stats.level(f"pool {self._number}", pool_blocks_quarantined=self._quarantined)
 
     def close(self) -> None:
         self.pool.close()

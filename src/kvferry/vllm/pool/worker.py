@@ -28,7 +28,7 @@ from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
 from kvferry.vllm.describe import CacheRank, Described
 from kvferry.vllm.metadata import FerryHandshake, FerryReport
-from kvferry.vllm.metrics import taken
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.worker import memory_of, on_gpu
 
@@ -163,8 +163,9 @@ class PoolWorker:
         report, self._report = self._report, FerryReport()
         return report
 
-    def take_counts(self) -> dict[str, Any]:
-        return taken(self._rank.counters) if self._rank is not None else {}
+    def add_stats(self, stats: FerryStats) -> None:
+        if self._rank is not None:
+            stats.add_pool(self._rank.counters)
 
     def close(self) -> None:
         if self._rank is not None:
