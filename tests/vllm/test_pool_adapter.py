@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,14 @@ def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     scheduler.described(*described())
     yield scheduler, blocks
     scheduler.close()
+
+
+def test_the_pool_has_its_own_name_of_the_model(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    """Beside a hand-over, workers describe the model by the hand-over's name of it."""
+    scheduler, _ = made
+    scheduler.config = replace(scheduler.config, model_id="ours")
+    scheduler.described(*described())
+    assert dict(scheduler.pool.metadata.meaning)["model"] == "ours"
 
 
 def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> None:

@@ -77,7 +77,7 @@ def require_settings(
 
     This logs nothing: each process reads its settings again when it makes its connector.
     """
-    with _quiet():
+    with notes():
         found = _settings(Kind(style, pool_defaults), extra)
     if found:
         raise DescriptionError("; ".join(found))
@@ -119,23 +119,22 @@ def refusals(transfer: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def notes() -> Iterator[list[str]]:
-    """What kvferry logs meanwhile: keys without effect, a secret that others may read."""
+    """What kvferry logs meanwhile, which goes nowhere else: keys without effect, a secret that
+    others may read."""
     said: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    keep, level, propagate = Keep(), log.level, log.propagate
-    log.addHandler(keep)
+    before = log.handlers, log.level, log.propagate
+    log.handlers, log.propagate = [Keep()], False
     log.setLevel(logging.INFO)
-    log.propagate = False
     try:
         yield said
     finally:
-        log.removeHandler(keep)
+        log.handlers, level, log.propagate = before
         log.setLevel(level)
-        log.propagate = propagate
 
 
 def _children(extra: Mapping[str, Any]) -> list[str]:
@@ -174,12 +173,3 @@ def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> 
 
                 MooncakeStoreConfig.load_from_env()
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = disabled

@@ -353,11 +353,6 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     metric = made[name].labels(*values, *labels)
                     metric.observe(amount) if like.buckets else metric.inc(amount)
 
-    def _observe_pool(self, events: Mapping[str, int], values: list[object]) -> None:
-        for event, times in events.items():
-            name, label = POOL_EVENTS[event]
-            self._exposed.metrics[name].labels(*values, *label).inc(times)
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
@@ -370,11 +365,12 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for gauge, level in levels(last).items():
                     exposed[gauge].labels(*values).set(level)
             elif name == "pool":
-                self._observe_pool(told, values)
+                for event, times in told.items():
+                    metric, label = POOL_EVENTS[event]
+                    exposed[metric].labels(*values, *label).inc(times)
             elif isinstance(told, list):
-                metric = exposed[name].labels(*values)
                 for seconds in told:
-                    metric.observe(seconds)
+                    exposed[name].labels(*values).observe(seconds)
             elif isinstance(told, dict):
                 for value, times in told.items():
                     exposed[name].labels(*values, value).inc(times)

@@ -193,17 +193,14 @@ class FerryWorker:
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             self._closed[closed.request_id] = closed.why
-            if closed.why == "expired" and closed.silent:
-                log.warning(
-                    "request %s: the lease of its KV cache ran out before %d decode ranks had read "
-                    "it: they died, stalled, or cannot reach this engine",
-                    closed.request_id,
-                    closed.silent,
-                )
-            elif closed.why == "expired":
-                log.warning(
-                    "request %s: no decode engine fetched its KV cache in time", closed.request_id
-                )
+            if closed.why == "expired":
+                why = "no decode engine fetched its KV cache in time"
+                if closed.silent:
+                    why = (
+                        f"the lease of its KV cache ran out before {closed.silent} decode ranks "
+                        "had read it: they died, stalled, or cannot reach this engine"
+                    )
+                log.warning("request %s: %s", closed.request_id, why)
         for loaded in self._consumer.take_done():
             results.finished_recving.add(loaded.request_id)
             self._stats.loaded(loaded)
