@@ -191,7 +191,7 @@ class TestFamily:
                 return Siblings.of(index)
 
         assert read(multi(ours, theirs, multi(pool, ours)), 0) == Siblings(names)
-        assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, names)
+        assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, ahead=True)
         assert read(multi(ours), 0) == Siblings() and read(ours, 0) is None
         assert Siblings.of(0) is None, "no engine here"
 

@@ -20,13 +20,10 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
-from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
 from kvferry.vllm.metadata import FerryReport
@@ -687,19 +684,6 @@ class TestStatesBesideVllmsOwn:
         finally:
             p.connector.shutdown()
             d.connector.shutdown()
-
-    def test_an_engine_in_which_ours_comes_second_does_not_start(self, folder: Path) -> None:
-        """Its workers see how the engine is configured, and refuse it."""
-        children = [NIXL, child("NixlConnector")]
-        p = Modelless("p", folder, children=children, with_worker=False, states=True)
-        config, cache = p.scheduler.vllm_config, p.scheduler.kv_cache_config
-        _, (ours, mine) = p.connector._get_connector_classes_and_configs(config)
-        refused = pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first")
-        try:
-            with set_current_vllm_config(config), refused:
-                ours(mine, KVConnectorRole.WORKER, cache)
-        finally:
-            p.connector.shutdown()
 
     def test_a_prompt_that_another_has_cut_is_not_held_and_the_response_says_so(
         self, folder: Path

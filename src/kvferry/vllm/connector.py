@@ -144,7 +144,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
-            cut.require_whole_prompts(siblings)
+            cut.require_fellows(siblings)
         self.worker = FerryWorker(config, vllm_config, index, siblings)
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:

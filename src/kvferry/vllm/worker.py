@@ -138,7 +138,7 @@ class FerryWorker:
             msgspec.msgpack.encode(engine),
             msgspec.msgpack.encode(info),
             flat=beside.flat,
-            second=bool(beside.ahead),
+            second=beside.ahead,
         )
 
     def take_report(self) -> FerryReport:
