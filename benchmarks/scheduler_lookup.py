@@ -137,28 +137,22 @@ def _vllm(folder: Path) -> tuple[Any, Any]:
 
 def _ours(config: Any) -> Any:
     """The pool's scheduler half over the same store."""
-    import msgspec
-
     from kvferry.handover.describe import engine_info, rank_info
     from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
     from kvferry.pool.scheduler import PoolLimits
     from kvferry.pool.weights import Adapters
     from kvferry.vllm.fingerprint import Prompts
-    from kvferry.vllm.metadata import FerryHandshake
     from kvferry.vllm.pool.config import PoolConfig
     from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 
     model = CacheModel("m", (Group("all", (0,), (Component("kv", 1, (8,), 1),)),))
     shape = EngineShape(block_size=BLOCK)
     layout = RankLayout.build(model, shape, Rank(0, 0), 8)
-    handshake = FerryHandshake(
-        msgspec.msgpack.encode(engine_info("", "", model, shape, {})),
-        msgspec.msgpack.encode(rank_info(layout, [0] * len(layout.regions), "", "", {})),
-    )
+    rank = rank_info(layout, [0] * len(layout.regions), "", "", {})
     limits = PoolLimits(lookup_seconds=30)
     pool, prompts, adapters = PoolConfig(store="mooncake"), Prompts(), Adapters()
     scheduler = VllmPoolScheduler(pool, config, limits, prompts, adapters, events=False)
-    scheduler.set_handshakes({(0, 0): handshake})
+    scheduler.described(engine_info("", "", model, shape, {}), [rank])
     return scheduler
 
 

@@ -52,7 +52,7 @@ from kvferry.layout import CacheModel, Component, EngineShape, Group, RankLayout
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.store import Store
 from kvferry.vllm.describe import cache_rank
-from kvferry.vllm.metadata import FerryHandshake, FerryReport, HandoverReport
+from kvferry.vllm.metadata import FerryHandshake, FerryReport
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.worker import PoolWorker
 from tiny_models import llama_config
@@ -222,7 +222,7 @@ class SchedulerEngine:
         self.pool_ranks: list[PoolRank] = []
         for rank, layout in enumerate(self.layouts):
             alone = connector != "MultiConnector"
-            worker = PoolWorker(PoolConfig(), config, cache, alone=alone)
+            worker = PoolWorker(PoolConfig())
             bases = [array.ctypes.data for array in self.memory[rank]]
             me = ranks[rank]
             self.pool_ranks.append(
@@ -243,9 +243,9 @@ class SchedulerEngine:
                 msgspec.msgpack.encode(engine_info("", "", self.model, shape, {})),
                 msgspec.msgpack.encode(rank_info(layout, [0] * len(bases), "", "", {})),
             )
-            if not alone:  # they come with the first step; what vLLM passes on is a sibling's
-                worker._report.handshakes.append(handshakes[max(handshakes)])
+        # Under a MultiConnector, what vLLM passes on is a sibling's; ours come with the first step.
         told: dict[Any, Any] = handshakes if alone else dict.fromkeys(handshakes, object())
+        self._first = FerryReport([] if alone else list(handshakes.values()))
         self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[list[int]]] = {}  # of each group
@@ -304,7 +304,7 @@ class SchedulerEngine:
             metadata = metadata.metadata[1]
         self.preempted += len(output.preempted_req_ids or ())
         results = KVConnectorOutput()
-        together = None
+        together, self._first = self._first, FerryReport()
         ended: dict[str, int] = {}
         for worker in self.workers:
             worker.start(metadata.pool, idle=metadata.idle)
@@ -314,18 +314,16 @@ class SchedulerEngine:
                 ended[name] = ended.get(name, 0) + 1
             results.failed_recving |= mine.failed_recving
             results.invalid_block_ids |= worker.take_invalid()
-            report = worker.take_report()
-            if report is not None:
-                together = report if together is None else together.aggregate(report)
+            together = together.aggregate(worker.take_report())
         for name, count in ended.items():  # told when all workers have told, as vLLM's aggregator
             self._reports[name] = self._reports.get(name, 0) + count
             if self._reports[name] == len(self.workers):
                 del self._reports[name]
                 results.finished_recving = (results.finished_recving or set()) | {name}
-        told: Any = FerryReport(pool=together)
+        told: Any = together
         if several:
-            sibling = HandoverReport(together.handshakes) if together is not None else None
-            told = MultiKVConnectorWorkerMetadata((FerryReport(sibling), told))
+            sibling = FerryReport(together.handshakes)
+            told = MultiKVConnectorWorkerMetadata((sibling, told))
         results.kv_connector_worker_meta = told
         names = list(output.num_scheduled_tokens)
         sampled = []

@@ -63,7 +63,6 @@ def test_file_and_variables(tmp_path: Path) -> None:
         )
     )
     config = MooncakeStoreConfig.load_from_env({"MOONCAKE_CONFIG_PATH": str(path)})
-    assert config == MooncakeStoreConfig.from_file(path)
     assert (config.protocol, config.global_segment_size, config.tenant_id) == (
         "rdma",
         80 << 30,

@@ -100,7 +100,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     from vllm.v1.request import Request, RequestStatus
 
     from kvferry.handover.ticket import Ticket
-    from kvferry.vllm.consuming import _unfit
+    from kvferry.vllm.consuming import ComputeHere, require_fit
     from kvferry.vllm.fingerprint import request_digest
     from kvferry.vllm.producing import Producing
 
@@ -131,16 +131,18 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     (order,) = parts.orders.holds
     assert (order.tokens, order.digest, order.tables) == (128, whole, ((7,), (1, 2)))
     # the same prompt is known again by its whole; one that leaves nothing to compute is not used
-    assert _unfit(ticket, request(129), facts) is None
-    assert _unfit(ticket, request(128), facts) == (
-        "another prompt",
-        "its ticket is for another prompt",
-    )
+    require_fit(ticket, request(129), facts)
+    with pytest.raises(ComputeHere, match="another prompt"):
+        require_fit(ticket, request(128), facts)
     single = prefilled(request(1, do_remote_decode=True), ([7], [1]))
     too_short = "its ticket leaves less than 1 tokens to compute here"
-    assert _unfit(single, request(1), facts) == ("unfit", too_short)
+    with pytest.raises(ComputeHere, match=too_short) as refused:
+        require_fit(single, request(1), facts)
+    assert refused.value.reason == "unfit"
     uncut = replace(ticket, digest=whole, tokens=129)  # of an engine that leaves nothing to others
-    assert _unfit(uncut, request(129), facts) == ("bad ticket", too_short)
+    with pytest.raises(ComputeHere, match=too_short) as refused:
+        require_fit(uncut, request(129), facts)
+    assert refused.value.reason == "bad ticket"
     assert not offering._accepted
 
 

@@ -72,7 +72,7 @@ from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.metrics import FerryStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
-from kvferry.vllm.producing import Producing
+from kvferry.vllm.producing import PrefillCut, Producing
 from vllm_engines import free_port
 from vllm_pairs import handover_parts, mooncake_decode, push_decode, reaches
 
@@ -191,13 +191,20 @@ class TestFamily:
                 return Siblings.of(index)
 
         assert read(multi(ours, theirs, multi(pool, ours)), 0) == Siblings(names)
-        assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, names)
+        assert read(multi(ours, theirs, multi(pool, ours)), 1) == Siblings(names, ahead=True)
         assert read(multi(ours), 0) == Siblings() and read(ours, 0) is None
         assert Siblings.of(0) is None, "no engine here"
 
     def test_a_ticket_beside_one_that_speaks_in_responses_too(self) -> None:
         assert Siblings().flat and Siblings(("ExampleConnector", "OffloadingConnector")).flat
         assert not Siblings(("NixlConnector",)).flat
+
+    def test_a_sibling_that_leaves_fewer_tokens_to_decode_engines_is_refused(self) -> None:
+        theirs = Siblings(("MooncakeConnector",))
+        PrefillCut(1).require_fellows(theirs)
+        PrefillCut(2).require_fellows(Siblings(("NixlPullConnector",)))
+        with pytest.raises(DescriptionError, match="MooncakeConnector leaves one at most"):
+            PrefillCut(2).require_fellows(theirs)
         ticket = Ticket("e", "i", "h" * 8, "d", 5, "127.0.0.1", 1234, "r")
         nested = ticket.to_params(flat=False)
         assert set(nested) == {"kvferry"}

@@ -20,16 +20,13 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
-from kvferry.errors import DescriptionError
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
-from kvferry.vllm.metadata import HandoverReport
+from kvferry.vllm.metadata import FerryReport
 from tiny_models import make_model
 from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, post, reaches
@@ -74,7 +71,7 @@ def make(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pairs]:
             for ferry in [c.handover for c in engine.children if getattr(c, "STYLE", None)]:
                 assert ferry.producing.held_blocks == 0 and not ferry.producing.held
                 assert not wanted_by(ferry)
-                run(engine, until=lambda: not ferry.consuming._siblings._families)  # noqa: B023
+                run(engine, until=lambda: not ferry.consuming.unsettled)  # noqa: B023
     finally:
         for engine in pairs.engines:
             engine.close()
@@ -458,8 +455,8 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
 def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     p, _ = make.pair()
     offering, stats = p.ferry.producing, p.ferry.parts.stats
-    one = HandoverReport([], {"a": "delivered", "b": "failed"})
-    both = one.aggregate(HandoverReport([], {"a": "failed", "b": "delivered", "c": "expired"}))
+    one = FerryReport(closed={"a": "delivered", "b": "failed"})
+    both = one.aggregate(FerryReport(closed={"a": "failed", "b": "delivered", "c": "expired"}))
     offering.closed(both.closed)
     offering.closed({"c": "delivered", "d": "delivered"})  # another rank, a step later
     offering.sent(["a", "b", "c"])
@@ -687,19 +684,6 @@ class TestStatesBesideVllmsOwn:
         finally:
             p.connector.shutdown()
             d.connector.shutdown()
-
-    def test_an_engine_in_which_ours_comes_second_does_not_start(self, folder: Path) -> None:
-        """Its workers see how the engine is configured, and refuse it."""
-        children = [NIXL, child("NixlConnector")]
-        p = Modelless("p", folder, children=children, with_worker=False, states=True)
-        config, cache = p.scheduler.vllm_config, p.scheduler.kv_cache_config
-        _, (ours, mine) = p.connector._get_connector_classes_and_configs(config)
-        refused = pytest.raises(DescriptionError, match=r"NixlPullConnector.*list kvferry first")
-        try:
-            with set_current_vllm_config(config), refused:
-                ours(mine, KVConnectorRole.WORKER, cache)
-        finally:
-            p.connector.shutdown()
 
     def test_a_prompt_that_another_has_cut_is_not_held_and_the_response_says_so(
         self, folder: Path

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvferry.handover.load import Loaded
 from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
-from kvferry.vllm.metrics import ComputedHere, FerryStats, taken
+from kvferry.vllm.metrics import ComputedHere, FerryStats
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -62,10 +62,16 @@ class Exposed:
         return [x for x in lines if x.startswith(prefix) and "_created{" not in x]
 
 
-def pooled(**counts: Any) -> FerryStats:
-    """A report with the pool's counts."""
-    stats = FerryStats()
-    stats.add_pool(counts)
+def pooled(
+    counters: PoolCounters | None = None, levels: dict[str, int] | None = None, **counts: int
+) -> FerryStats:
+    """A report with the pool's counts, and blocks in quarantine by reporter."""
+    stats, counters = FerryStats(), counters or PoolCounters()
+    for event, count in counts.items():
+        counters.add(event, count)
+    stats.add_pool(counters)
+    for reporter, blocks in (levels or {}).items():
+        stats.level(f"pool {reporter}", pool_blocks_quarantined=blocks)
     return stats
 
 
@@ -107,11 +113,11 @@ def test_the_store_has_the_names_of_vllms_own_connector() -> None:
         pass
     with suppress(OSError), counters.operation(StoreOperation("save_put", 3, 300)):
         raise OSError("the store is gone")
-    told = taken(counters)
+    told = pooled(counters)
     assert counters.take_operations() == []
     theirs, ours, others = Exposed(), Exposed(), Exposed()
     stats = MooncakeStoreConnectorStats()
-    for one in told["operations"]:
+    for one in told.data["pool_operations"]:
         stats.record_operation(
             one["name"],
             one["seconds"],
@@ -122,13 +128,12 @@ def test_the_store_has_the_names_of_vllms_own_connector() -> None:
         )
     transfer = SimpleNamespace(kv_connector_extra_config={})
     theirs.build(InTreeStore, transfer).observe(stats.data, 0)
-    ours.build(kvferry.vllm.MooncakeStoreConnector, transfer).observe(pooled(**told).data, 0)
-    others.build(kvferry.vllm.FerryPoolConnector, transfer).observe(pooled(**told).data, 0)
+    ours.build(kvferry.vllm.MooncakeStoreConnector, transfer).observe(told.data, 0)
+    others.build(kvferry.vllm.FerryPoolConnector, transfer).observe(told.data, 0)
     expected = theirs.lines("vllm:mooncake_store_")
     assert len(expected) > 30 and ours.lines("vllm:mooncake_store_") == expected
     assert others.lines("vllm:mooncake_store_") == []
-    line = pooled(**told).reduce()
-    assert line == {}  # the line of log has the pool's own counts
+    assert told.reduce() == {}  # the line of log has the pool's own counts
 
 
 def test_names_that_another_connector_has_are_left_to_it() -> None:
@@ -139,7 +144,7 @@ def test_names_that_another_connector_has_are_left_to_it() -> None:
     counters = PoolCounters()
     with counters.operation(StoreOperation("load_get", 5, 4096)):
         pass
-    metrics.observe(pooled(loads=1, **taken(counters)).data, 0)
+    metrics.observe(pooled(counters, loads=1).data, 0)
     assert shown.values("vllm:kvferry_pool_loads_total") == {"": 1}
 
 

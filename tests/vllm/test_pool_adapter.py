@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,6 +31,7 @@ from kvferry.carriers.base import Ready
 from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
+from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters
@@ -38,7 +39,7 @@ from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
-from kvferry.vllm.metadata import FerryHandshake, PoolReport
+from kvferry.vllm.metadata import FerryReport
 from kvferry.vllm.pool import worker as pool_worker
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler, _draft_ahead
@@ -183,17 +184,12 @@ class Blocks:
         self.references.subtract(blocks)
 
 
-def handshakes() -> dict[tuple[int, int], FerryHandshake]:
+def described() -> tuple[EngineInfo, list[RankInfo]]:
     group = Group("all", (0, 1), (Component("k", 4, (8,), 2), Component("v", 4, (8,), 2)))
     model, shape = CacheModel("m", (group,)), EngineShape(tp=2, block_size=BLOCK)
-    made = {}
-    for rank in shape.ranks:
-        layout = RankLayout.build(model, shape, rank, 100)
-        made[rank.pp, rank.tp] = FerryHandshake(
-            msgspec.msgpack.encode(engine_info("", "", model, shape, {})),
-            msgspec.msgpack.encode(rank_info(layout, [0] * len(layout.regions), "", "", {})),
-        )
-    return made
+    layouts = [RankLayout.build(model, shape, rank, 100) for rank in shape.ranks]
+    ranks = [rank_info(layout, [0] * len(layout.regions), "", "", {}) for layout in layouts]
+    return engine_info("", "", model, shape, {}), ranks
 
 
 def request(tokens: int) -> Any:
@@ -237,9 +233,17 @@ def made(tmp_path: Path) -> Iterator[tuple[VllmPoolScheduler, Blocks]]:
     )
     blocks = Blocks()
     scheduler.bind_blocks(blocks)
-    scheduler.set_handshakes(handshakes())
+    scheduler.described(*described())
     yield scheduler, blocks
     scheduler.close()
+
+
+def test_the_pool_has_its_own_name_of_the_model(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    """Beside a hand-over, workers describe the model by the hand-over's name of it."""
+    scheduler, _ = made
+    scheduler.config = replace(scheduler.config, model_id="ours")
+    scheduler.described(*described())
+    assert dict(scheduler.pool.metadata.meaning)["model"] == "ours"
 
 
 def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> None:
@@ -252,9 +256,9 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert save.tables[0].block_ids == (5, 7)  # whole blocks only
     assert blocks.references[5] == blocks.references[7] == 1 and blocks.references[9] == 0
     scheduler.finished(asked)
-    scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+    scheduler.reported(FerryReport(saved=[Saved(save.job_id)]), ())
     assert scheduler.take_events() == [] and blocks.references[5] == 1
-    scheduler.reported(PoolReport([Saved(save.job_id, ((0, 1),))]), ())  # its block 1 failed
+    scheduler.reported(FerryReport(saved=[Saved(save.job_id, ((0, 1),))]), ())  # its block 1 failed
     (event,) = scheduler.take_events()
     assert isinstance(event, BlockStored)
     assert event.block_hashes == [maybe_convert_block_hash(asked.block_hashes[0])]
@@ -280,7 +284,7 @@ def test_an_evicted_block_is_told(
     for key in (k for of_block in keys for k in of_block):
         store.put_bytes(key, b"some block", soon)
     for _ in range(2):
-        scheduler.reported(PoolReport([Saved(save.job_id)]), ())
+        scheduler.reported(FerryReport(saved=[Saved(save.job_id)]), ())
     assert [type(e) for e in scheduler.take_events()] == [BlockStored]
     scheduler.pool.watch.look(store, soon)
     assert not scheduler.waits_for_a_step
@@ -302,7 +306,7 @@ def test_after_a_failed_load_a_request_is_not_matched_again(
     asked = request(40)
     scheduler.on_new_request(asked)
     lost = PoolLoaded("r", "one object", bad_from=16)
-    scheduler.reported(PoolReport(loaded=[lost]), ["r"])
+    scheduler.reported(FerryReport(loaded=[lost]), ["r"])
     assert scheduler.matched(asked, 0) == (0, False)
 
 

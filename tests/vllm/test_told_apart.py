@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace as Fake
 from typing import Any
 
-import msgspec
 import pytest
 
 from golden import golden
@@ -59,7 +58,6 @@ from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.consuming import Consuming
 from kvferry.vllm.describe import meaning
 from kvferry.vllm.fingerprint import Prompts, content, request_digest
-from kvferry.vllm.metadata import FerryHandshake
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.producing import Producing
@@ -281,8 +279,7 @@ def pool(tmp_path: Path) -> Iterator[VllmPoolScheduler]:
     layout = engine.layout(Rank(0, 0))
     info = engine_info("", "", engine.model, layout.shape, {})
     told_rank = rank_info(layout, [0] * len(layout.regions), "", "", {})
-    encode = msgspec.msgpack.encode
-    made.set_handshakes({(0, 0): FerryHandshake(encode(info), encode(told_rank))})
+    made.described(info, [told_rank])
     yield made
     made.close()
 

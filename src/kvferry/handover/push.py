@@ -44,7 +44,6 @@ from kvferry.handover.describe import (
 from kvferry.handover.ticket import supersedes
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import RankLayout
-from kvferry.layout.shape import Rank
 from kvferry.net.messages import EngineInfo, Offer, RankInfo, Reader, read_tables
 from kvferry.net.server import ENTRY_BYTES
 from kvferry.plan import Copies, EdgePlan, bind, plan_pair
@@ -84,7 +83,7 @@ class Pusher:
         bases: Sequence[int],
         carriers: Sequence[Carrier],
     ) -> None:
-        self._origin = Origin(engine, model, layout)
+        self._engine, self._model, self._layout = engine, model, layout
         self._bases = np.asarray(bases, dtype=np.int64)
         self._carriers: dict[str, GrantingCarrier] = {c.name: c for c in carriers if is_granting(c)}
         self._lock = threading.Lock()
@@ -130,7 +129,7 @@ class Pusher:
 
     def can_serve(self, tokens: int, held: int) -> bool:
         """Whether a hold of `held` tokens can serve an offer for `tokens`."""
-        return tokens == held if self._origin.model.of_one_length else tokens <= held
+        return tokens == held if self._model.of_one_length else tokens <= held
 
     def knows(self, reader: Reader) -> bool:
         return reader in self._targets
@@ -223,16 +222,16 @@ class Pusher:
         carrier = self._carriers.get(offer.carrier)
         if carrier is None:
             raise CannotWrite(f"this engine does not write by {offer.carrier!r}")
-        edge = target.edge(self._origin)
+        plan, bases = target.plan(self._engine, self._model, self._layout)
         peer = target.peer(carrier, watch)
         bound = bind(
-            edge.plan,
+            plan,
             tokens=offer.tokens,
             skip=offer.skip,
             src_tables=push.tables,
             dst_tables=read_tables(offer.tables),
             src_bases=self._bases,
-            dst_bases=edge.bases,
+            dst_bases=bases,
         )
         transfers: list[Transfer] = []
         begun = time.monotonic()
@@ -280,23 +279,6 @@ class CannotWrite(HandoverError):
     """This rank cannot write to that consumer. The consumer may read instead."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """The rank that writes."""
-
-    engine: EngineInfo
-    model: CacheModel
-    layout: RankLayout
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetEdge:
-    """The plan from the origin to a target, and the addresses of the target's regions."""
-
-    plan: EdgePlan
-    bases: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Target:
     """A consumer rank that this rank writes to. Any method, from any thread.
@@ -313,7 +295,7 @@ class Target:
     packed_engine: bytes
     packed_info: bytes
     used: float = field(default_factory=time.monotonic)  # when a push last began or ended
-    _edge: TargetEdge | None = None
+    _plan: tuple[EdgePlan, tuple[int, ...]] | None = None
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while waiting
     _peers: dict[str, Future[Any]] = field(default_factory=dict)  # connections, by carrier
@@ -336,27 +318,28 @@ class Target:
     def is_like(self, other: Target) -> bool:
         return (self.packed_engine, self.packed_info) == (other.packed_engine, other.packed_info)
 
-    def edge(self, origin: Origin) -> TargetEdge:
-        """The plan of what this rank writes there. Both sides compute the same one."""
+    def plan(
+        self, engine: EngineInfo, model: CacheModel, layout: RankLayout
+    ) -> tuple[EdgePlan, tuple[int, ...]]:
+        """The plan of what a rank with this layout writes there, and the addresses of the target's
+        regions. Both sides compute the same plan."""
         with self._planning:
-            if self._edge is None:
-                engine = msgspec.msgpack.decode(self.packed_engine, type=EngineInfo)
-                info = self.info
-                require_same_meaning(origin.engine, engine)
-                shape = read_shape(engine)
-                require_plannable(origin.model, origin.layout.shape, shape)
+            if self._plan is None:
+                theirs = msgspec.msgpack.decode(self.packed_engine, type=EngineInfo)
+                require_same_meaning(engine, theirs)
+                shape = read_shape(theirs)
+                require_plannable(model, layout.shape, shape)
                 pair = plan_pair(
-                    origin.model,
-                    origin.layout.shape,
+                    model,
+                    layout.shape,
                     shape,
-                    dst_model=read_model(engine),
+                    dst_model=read_model(theirs),
                     optional_roles=OPTIONAL_ROLES,
                 )
-                layout, bases = read_layout(info, shape)
-                rank = Rank(info.pp_rank, info.tp_rank)
-                plan = pair.plan(pair.edge(origin.layout.rank, rank), origin.layout, layout)
-                self._edge = TargetEdge(plan, tuple(bases))
-            return self._edge
+                there, bases = read_layout(self.info, shape)
+                plan = pair.plan(pair.edge(layout.rank, there.rank), layout, there)
+                self._plan = plan, tuple(bases)
+            return self._plan
 
     def peer(self, carrier: GrantingCarrier, watch: Deadline) -> Any:
         """The connection by this carrier. `CannotWrite` is raised while there is time to read."""

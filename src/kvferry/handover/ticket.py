@@ -26,6 +26,10 @@ from kvferry.errors import ProtocolError
 
 MARK = "kvferry"  # tells our tickets from an in-tree connector's parameters
 FORMAT = 1
+NO_TICKET = (
+    f"kv_transfer_params ask for a remote prefill, but hold no kvferry ticket ({MARK!r}); the "
+    "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
+)
 MOST_TEXT = 512
 MOST_PORT = 65_535
 HOST = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
@@ -77,10 +81,7 @@ class Ticket:
         """Read and check a ticket. Any client of the API may have written it."""
         ours = params.get(MARK) if isinstance(params, Mapping) else None
         if not isinstance(ours, Mapping):
-            raise ProtocolError(
-                "kv_transfer_params ask for a remote prefill, but hold no kvferry ticket; the "
-                "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
-            )
+            raise ProtocolError(NO_TICKET)
         if ours.get("format") != FORMAT:
             raise ProtocolError(
                 f"the ticket has format {ours.get('format')!r:.40}, this engine reads {FORMAT}; "

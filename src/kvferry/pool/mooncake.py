@@ -403,15 +403,10 @@ class MooncakeStoreConfig:
         return int(STAGING_BYTES * self.staging_share) if self.enable_offload else 0
 
     @classmethod
-    def from_file(cls, path: str | Path) -> MooncakeStoreConfig:
-        """From a JSON file, such as MOONCAKE_CONFIG_PATH names."""
-        return cls.of(_read_file(str(path), str(path)))
-
-    @classmethod
     def load_from_env(cls, environ: Mapping[str, str] = os.environ) -> MooncakeStoreConfig:
         """From the environment and the file that it names."""
         path = environ.get("MOONCAKE_CONFIG_PATH")
-        found = _read_file(path, f"MOONCAKE_CONFIG_PATH={path}") if path else {}
+        found = _read_file(path) if path else {}
         for name, variable in _VLLMS.items():
             if environ.get(variable):
                 found[name] = environ[variable]
@@ -479,7 +474,8 @@ def _number(value: Any) -> float:
         ) from None
 
 
-def _read_file(path: str, named: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
+    named = f"MOONCAKE_CONFIG_PATH={path}"
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

@@ -242,9 +242,7 @@ class PoolScheduler:
         if tracker.declined:
             self.counters.add(f"declined_{tracker.declined}")
         spec, tracker.load, tracker.declined = tracker.load, None, ""
-        if spec is None:
-            return
-        if external <= 0:
+        if spec is None or external <= 0:
             return
         full = all(group.residency.kind == "full" for group in self.layout.model.groups)
         segments = segments_to_load(spec, external, full)

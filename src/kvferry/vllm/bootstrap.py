@@ -49,7 +49,7 @@ from kvferry.errors import (
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import read_shape
 from kvferry.handover.peers import Meetings, PeerKey, ask_directory
-from kvferry.handover.ticket import MARK, Ticket, is_host, is_text
+from kvferry.handover.ticket import NO_TICKET, Ticket, is_host, is_text
 from kvferry.layout.shape import EngineShape
 from kvferry.net.http import HttpAnswer, HttpRequest, HttpServer
 from kvferry.net.keys import Key
@@ -143,10 +143,7 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
             "it names a transfer_id, but not remote_engine_id and remote_bootstrap_addr; this is "
             f"the {style} style: the proxy and both engines must use the same"
         )
-    raise ProtocolError(
-        f"kv_transfer_params ask for a remote prefill, but hold no kvferry ticket ({MARK!r}); the "
-        "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
-    )
+    raise ProtocolError(NO_TICKET)
 
 
 def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:

@@ -25,19 +25,10 @@ MODULE = "kvferry.vllm"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("recompute", "fail")
 # Of vLLM's KVTransferConfig.
-FIELDS = frozenset(
-    {
-        "enable_permute_local_kv",
-        "engine_id",
-        "kv_buffer_device",
-        "kv_connector",
-        "kv_connector_extra_config",
-        "kv_connector_module_path",
-        "kv_load_failure_policy",
-        "kv_port",
-        "kv_role",
-    }
-)
+FIELDS = """
+enable_permute_local_kv engine_id kv_buffer_device kv_connector kv_connector_extra_config
+kv_connector_module_path kv_load_failure_policy kv_port kv_role
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +77,7 @@ def require_settings(
 
     This logs nothing: each process reads its settings again when it makes its connector.
     """
-    with _quiet():
+    with notes():
         found = _settings(Kind(style, pool_defaults), extra)
     if found:
         raise DescriptionError("; ".join(found))
@@ -95,8 +86,8 @@ def require_settings(
 def refusals(transfer: Mapping[str, Any]) -> list[str]:
     """All that vLLM or the connector would refuse of a parsed `--kv-transfer-config`."""
     found = []
-    if unknown := sorted(set(transfer) - FIELDS):
-        found.append(f"vLLM does not know {unknown}; it knows {sorted(FIELDS)}")
+    if unknown := sorted(set(transfer) - set(FIELDS.split())):
+        found.append(f"vLLM does not know {unknown}; it knows {FIELDS.split()}")
     role = transfer.get("kv_role")
     if role not in ROLES:
         found.append(f"kv_role must be one of {', '.join(ROLES)}, found {role!r:.100}")
@@ -128,23 +119,22 @@ def refusals(transfer: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def notes() -> Iterator[list[str]]:
-    """What kvferry logs meanwhile: keys without effect, a secret that others may read."""
+    """What kvferry logs meanwhile, which goes nowhere else: keys without effect, a secret that
+    others may read."""
     said: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    keep, level, propagate = Keep(), log.level, log.propagate
-    log.addHandler(keep)
+    before = log.handlers, log.level, log.propagate
+    log.handlers, log.propagate = [Keep()], False
     log.setLevel(logging.INFO)
-    log.propagate = False
     try:
         yield said
     finally:
-        log.removeHandler(keep)
+        log.handlers, level, log.propagate = before
         log.setLevel(level)
-        log.propagate = propagate
 
 
 def _children(extra: Mapping[str, Any]) -> list[str]:
@@ -183,12 +173,3 @@ def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> 
 
                 MooncakeStoreConfig.load_from_env()
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = disabled

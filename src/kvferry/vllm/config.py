@@ -64,20 +64,23 @@ Style = Literal["ferry", "nixl", "push", "mooncake"]
 
 @dataclass(frozen=True, slots=True)
 class InTree:
-    """What the stand-in for one of vLLM's own connectors takes over from it."""
+    """What the stand-in for one of vLLM's own connectors takes over from it.
 
-    keys: Mapping[str, str | None] = field(default_factory=dict)  # to ours; None: no effect
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, by our key
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # by our key
+    Our names are keys of `FerryConfig`, or `library.option` for an option of the library's carrier.
+    """
+
+    keys: Mapping[str, str | None] = field(default_factory=dict)  # to our names; None: no effect
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, by our name
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # by our name
     library: str = ""  # whose carrier is there by default
-    options: Mapping[str, str] = field(default_factory=dict)  # of that carrier, by its options
-    option_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 NIXL = InTree(
     {
         "kv_lease_duration": "lease_seconds",
         "push_registration_timeout": "load_seconds",
+        "backends": "nixl.backends",
+        "num_threads": "nixl.threads",
         "bidirectional_kv_xfer": None,
         "decoder_kv_blocks_ttl": None,
         "enforce_handshake_compat": None,
@@ -86,7 +89,6 @@ NIXL = InTree(
     },
     {"host": "VLLM_NIXL_SIDE_CHANNEL_HOST", "port": "VLLM_NIXL_SIDE_CHANNEL_PORT"},
     library="nixl",
-    options={"backends": "backends", "num_threads": "threads"},
 )
 IN_TREE: Mapping[Style, InTree] = {
     "ferry": InTree(),
@@ -95,6 +97,9 @@ IN_TREE: Mapping[Style, InTree] = {
     "mooncake": InTree(
         {
             "bootstrap_server_address": "bootstrap_server",
+            "mooncake_protocol": "mooncake.protocol",
+            "device_name": "mooncake.device",
+            "num_workers": "mooncake.workers",
         },
         {
             "bootstrap_port": "VLLM_MOONCAKE_BOOTSTRAP_PORT",
@@ -102,14 +107,13 @@ IN_TREE: Mapping[Style, InTree] = {
             "load_seconds": "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT",
             "bootstrap_seconds": "VLLM_MOONCAKE_CONNECTOR_TIMEOUT",
         },
-        {"bootstrap_port": 8998, "lease_seconds": 480.0, "load_seconds": 480.0},
-        library="mooncake",
-        options={
-            "mooncake_protocol": "protocol",
-            "device_name": "device",
-            "num_workers": "workers",
+        {
+            "bootstrap_port": 8998,
+            "lease_seconds": 480.0,
+            "load_seconds": 480.0,
+            "mooncake.protocol": "rdma",
         },
-        option_defaults={"protocol": "rdma"},
+        library="mooncake",
     ),
 }
 
@@ -151,7 +155,7 @@ class FerryConfig:
         """`rank` is the data-parallel rank: each is an engine and has its own port."""
         environment = os.environ if environment is None else environment
         names, in_tree, found = rules(cls).keys(), IN_TREE[style], list[str]()
-        known = names | {"secret_file"} | in_tree.keys.keys() | in_tree.options.keys()
+        known = names | {"secret_file"} | in_tree.keys.keys()
         extra = without_removed(extra)
         if unknown := sorted(extra.keys() - known):
             found.append(
@@ -160,9 +164,9 @@ class FerryConfig:
             )
         given = told(extra)
         own = good_keys(cls, {k: given[k] for k in given if k in names and k != "secret"}, found)
-        values = _translated(given, style, environment, found) | own
-        values |= _library(given, own, in_tree, found)
-        config = cls(**values)
+        values = _translated(given, in_tree, environment, found) | own
+        options = {k: values.pop(k) for k in list(values) if "." in k}
+        config = cls(**values | _library(given, own, in_tree, options))
         with gathering(found):
             config = replace(config, secret=_secret(given, environment))
             if config.host is not None:
@@ -460,31 +464,40 @@ def _secret_in(path: Path) -> str:
     return secret
 
 
+# What an option of a library's carrier may be, as vLLM's connectors take it.
+LIBRARY_OPTIONS: Mapping[str, Rule] = {
+    "nixl.backends": Rule("a name, or a list of names that is not empty", take_some_names),
+    "nixl.threads": Rule.of("a whole number, 0 or more", Annotated[int, Meta(ge=0, le=MOST_COUNT)]),
+    "mooncake.protocol": Rule("a text", take_text),
+    "mooncake.device": Rule("a text", take_text),
+    "mooncake.workers": Rule.of(
+        "a whole number from 1 to 1024", Annotated[int, Meta(ge=1, le=1024)]
+    ),
+}
+
+
 def _translated(
-    extra: Mapping[str, Any], style: Style, environment: Mapping[str, str], found: list[str]
+    extra: Mapping[str, Any], in_tree: InTree, environment: Mapping[str, str], found: list[str]
 ) -> dict[str, Any]:
-    """Our keys, from the keys and environment variables of vLLM's own connectors."""
-    in_tree, by = IN_TREE[style], rules(FerryConfig)
-    values = dict(in_tree.defaults)
-
-    def take(ours: str, theirs: str, value: Any) -> None:
-        """A number may be a text here: vLLM's connectors take it too."""
-        if isinstance(value, str):
+    """Values by our names, from the keys and environment variables of vLLM's own connectors."""
+    values, by = dict(in_tree.defaults), {**rules(FerryConfig), **LIBRARY_OPTIONS}
+    given = {
+        ours: (variable, environment[variable])
+        for ours, variable in in_tree.variables.items()
+        if ours not in extra and environment.get(variable)
+    }
+    given |= {
+        ours: (theirs, extra[theirs])
+        for theirs, ours in sorted(in_tree.keys.items())
+        if ours is not None and theirs in extra
+    }
+    for ours, (theirs, value) in given.items():
+        meant: Any = value
+        if isinstance(value, str) and "." not in ours:  # vLLM's connectors take "60" for 60, too
             with suppress(msgspec.ValidationError):  # no number: the rule decides
-                value = msgspec.convert(value, int | float, strict=False)
+                meant = msgspec.convert(value, int | float, strict=False)
         with gathering(found):
-            values[ours] = by[ours].read(theirs, value)
-
-    for ours, variable in in_tree.variables.items():
-        if ours not in extra and environment.get(variable):
-            take(ours, variable, environment[variable])
-    unused = []
-    for theirs in sorted(in_tree.keys.keys() & extra.keys()):
-        meant = in_tree.keys[theirs]
-        if meant is None:
-            unused.append(theirs)
-        else:
-            take(meant, theirs, extra[theirs])
+            values[ours] = by[ours].read(theirs, meant)
     if extra.get("bidirectional_kv_xfer"):
         found.append(
             "bidirectional_kv_xfer (decode engines that keep blocks for the next turn) is not "
@@ -496,23 +509,16 @@ def _translated(
             "engines must have in common, and bridges what may differ; remove it "
             f"(found {extra['enforce_handshake_compat']!r:.40})"
         )
-    if unused:
+    if unused := sorted(key for key, ours in in_tree.keys.items() if not ours and key in extra):
         log.info("kvferry: %s of the in-tree connector have no meaning here", ", ".join(unused))
     return values
 
 
-# What an option of a library's carrier may be, as vLLM's connectors take it.
-LIBRARY_OPTIONS: Mapping[str, Rule] = {
-    "backends": Rule("a name, or a list of names that is not empty", take_some_names),
-    "threads": Rule.of("a whole number, 0 or more", Annotated[int, Meta(ge=0, le=MOST_COUNT)]),
-    "protocol": Rule("a text", take_text),
-    "device": Rule("a text", take_text),
-    "workers": Rule.of("a whole number from 1 to 1024", Annotated[int, Meta(ge=1, le=1024)]),
-}
-
-
 def _library(
-    given: Mapping[str, Any], own: Mapping[str, Any], in_tree: InTree, found: list[str]
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+    in_tree: InTree,
+    translated: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The carriers of a class that stands in for one over a library: that library's is there too.
 
@@ -520,22 +526,18 @@ def _library(
     cannot be used, the engine says why and does without. An operator who names it in `carriers` or
     in `carrier_options` must have it. `carriers` wins over all, "auto" too.
     """
-    said, options = [], dict(in_tree.option_defaults)
-    for theirs in sorted(in_tree.options.keys() & given.keys()):
-        said.append(theirs)
-        ours = in_tree.options[theirs]
-        with gathering(found):
-            options[ours] = LIBRARY_OPTIONS[ours].read(theirs, given[theirs])
     name, named = in_tree.library, own.get("carrier_options", {})
     mine = named.get(name, {})
     if not name or not isinstance(mine, Mapping):  # the latter is refused with the other carriers'
         return {}
     if "carriers" in own and name not in own["carriers"] and name not in named:
-        if said:
+        said = sorted(key for key, ours in in_tree.keys.items() if "." in (ours or ""))
+        if said := [key for key in said if key in given]:
             log.warning(
                 "kvferry: %s have no effect: `carriers` does not name %s", ", ".join(said), name
             )
         return {}
+    options = {ours.partition(".")[2]: value for ours, value in translated.items()}
     values: dict[str, Any] = {"carrier_options": {**named, name: {**options, **mine}}}
     if "carriers" not in own and name not in named:
         values["optional_carriers"] = (name, *own.get("optional_carriers", ()))

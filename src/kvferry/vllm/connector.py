@@ -51,7 +51,7 @@ from kvferry.vllm.bootstrap import Bootstrap, Registration, Rendezvous, Whereabo
 from kvferry.vllm.check import sections
 from kvferry.vllm.config import FerryConfig, Style, incarnation, require_supported_vllm
 from kvferry.vllm.consuming import Consuming
-from kvferry.vllm.describe import cache_rank
+from kvferry.vllm.describe import cache_rank, describe_worker, this_place
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryHandshake, FerryMetadata, FerryReport
 from kvferry.vllm.metrics import (
@@ -96,6 +96,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker: FerryWorker | None = None
         self.pool_worker: PoolWorker | None = None
         self._policy = ""  # a line for the log
+        self._told: dict[tuple[int, int], FerryHandshake] = {}  # descriptions, by (pp, tp) rank
+        self._described = False  # the scheduler: by all workers; a worker: to the scheduler
         schedules = role == KVConnectorRole.SCHEDULER
         if schedules:
             self._prompts = Prompts.of(vllm_config)
@@ -142,8 +144,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         siblings = Siblings.of(index)
         if siblings is not None and vllm_config.kv_transfer_config.is_kv_producer:
-            cut.require_whole_prompts(siblings)
-        self.worker = FerryWorker(config, vllm_config, cache, index, siblings)
+            cut.require_fellows(siblings)
+        self.worker = FerryWorker(config, vllm_config, index, siblings)
 
     def _make_pool(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
@@ -165,8 +167,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 events=bool(events and events.enable_kv_cache_events),
             )
             return
-        alone = self._parent is None
-        self.pool_worker = PoolWorker(config, vllm_config, self._kv_cache_config, alone=alone)
+        self.pool_worker = PoolWorker(config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -256,14 +257,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         told = connector_output.kv_connector_worker_meta
         report = told if isinstance(told, FerryReport) else FerryReport()
         received = connector_output.finished_recving or ()
+        self._hear(report.handshakes, alone=False)
         if self.handover is not None:
-            if report.handover is not None:
-                self.handover.described_by(report.handover.handshakes)
-                self.handover.producing.closed(report.handover.closed)
+            self.handover.producing.closed(report.closed)
             self.handover.consuming.received(received, connector_output.failed_recving or ())
             self.handover.producing.sent(connector_output.finished_sending or ())
         if self.pool is not None:
-            self.pool.reported(report.pool, received)
+            self.pool.reported(report, received)
 
     def has_pending_block_frees(self) -> bool:
         """Not for the pool's pins: vLLM would wait for a store that may hang, where it can preempt.
@@ -274,7 +274,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Keeps an idle engine stepping until its workers have heard all orders and told all. vLLM
         asks in every mode, not only in push mode; for held blocks it steps by itself."""
         waits = self.handover is not None and self.handover.waits_for_a_step
-        return waits or (self.pool is not None and self.pool.waits_for_a_step)
+        waits = waits or (self.pool is not None and self.pool.waits_for_a_step)
+        return waits or not self._described
 
     def take_events(self) -> Iterable[Any]:
         return self.pool.take_events() if self.pool is not None else ()
@@ -293,14 +294,38 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Under a MultiConnector they are a sibling's; ours come with the workers' first step."""
-        ours = {key: told for key, told in metadata.items() if isinstance(told, FerryHandshake)}
+        ours = [told for told in metadata.values() if isinstance(told, FerryHandshake)]
+        if ours and self._policy:
+            log.info(self._policy)
+            self._policy = ""
+        self._hear(ours, alone=True)
+
+    def _hear(self, handshakes: Iterable[FerryHandshake], *, alone: bool) -> None:
+        """Workers' descriptions: when all are there, the engine is known."""
+        for handshake in handshakes:
+            rank = msgspec.msgpack.decode(handshake.rank, type=RankInfo)
+            self._told[rank.pp_rank, rank.tp_rank] = handshake
+        parallel = self._vllm_config.parallel_config
+        expected = parallel.pipeline_parallel_size * cache_rank(parallel, 0, 0, 0).tp
+        if self._described or len(self._told) < expected:
+            return
+        told = [handshake for _, handshake in sorted(self._told.items())]
+        engines = [msgspec.msgpack.decode(one.engine, type=EngineInfo) for one in told]
+        ranks = [msgspec.msgpack.decode(one.rank, type=RankInfo) for one in told]
+        for engine, rank in zip(engines, ranks, strict=True):
+            if engine != engines[0]:
+                raise DescriptionError(
+                    f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
+                    f"{engine}, worker 0 as {engines[0]}"
+                )
+        self._described = True
         if self.handover is not None:
-            if ours and self._policy:
-                log.info(self._policy)
-                self._policy = ""
-            self.handover.add_handshakes(ours)
-        if self.pool is not None and ours and len(ours) == len(metadata):
-            self.pool.set_handshakes(ours)
+            producing = self.handover.producing
+            producing.flat = all(one.flat for one in told)
+            producing.second = any(one.second for one in told)
+            self.handover.described(engines[0], ranks, alone=alone)
+        if self.pool is not None:
+            self.pool.described(engines[0], ranks)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self.pool is not None:
@@ -309,13 +334,29 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In a worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        for part in (self.worker, self.pool_worker):
-            if part is not None:
-                part.register_kv_caches(kv_caches)
+        """Describe the cache once, for the hand-over and for the pool."""
+        parts = [part for part in (self.worker, self.pool_worker) if part is not None]
+        place = this_place(self._vllm_config.parallel_config)
+        described = describe_worker(
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            place.rank,
+            parts[0].config.model_id,
+            place.tp,
+        )
+        for part in parts:
+            part.register(place, described, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """A MultiConnector passes on the first child's only: under one, in-tree children get it."""
+        return self._handshake if self._parent is None else None
+
+    @property
+    def _handshake(self) -> FerryHandshake | None:
+        """How this worker describes itself; None before it does, and of most replicas."""
         part = self.worker or self.pool_worker
-        return part.handshake() if part is not None else None
+        return part.handshake if part is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
@@ -358,9 +399,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.pool_worker.take_invalid() if self.pool_worker is not None else set()
 
     def build_connector_worker_meta(self) -> FerryReport | None:
-        handover = self.worker.take_report() if self.worker is not None else None
-        pool = self.pool_worker.take_report() if self.pool_worker is not None else None
-        return FerryReport(handover, pool) if handover or pool else None
+        """What ended since the last step; under a MultiConnector, a description comes first."""
+        report = FerryReport()
+        for part in (self.worker, self.pool_worker):
+            if part is not None:
+                report = report.aggregate(part.take_report())
+        if not self._described and self._parent is not None and self._handshake is not None:
+            self._described = True
+            report.handshakes.append(self._handshake)
+        return report if report != FerryReport() else None
 
     # In both
 
@@ -368,7 +415,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         handover, pool = self.handover or self.worker, self.pool or self.pool_worker
         stats = handover.take_stats() if handover is not None else FerryStats()
         if pool is not None:
-            stats.add_pool(pool.take_counts())
+            pool.add_stats(stats)
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -498,7 +545,6 @@ class FerryScheduler:
         self._first = child(incarnation(vllm_config), index)
         self._dp_rank = int(parallel.data_parallel_index)
         self._shape = (cache_rank(parallel, 0, 0, 0).tp, parallel.pipeline_parallel_size)
-        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         self._described: tuple[EngineInfo, list[RankInfo]] | None = None
         self._levels: dict[str, int] = {}
         config = parts.config
@@ -543,45 +589,21 @@ class FerryScheduler:
     @property
     def waits_for_a_step(self) -> bool:
         """Whether an idle engine should step: workers have something to hear, or to tell."""
-        return self.parts.orders.pending or self.consuming.unsettled or not self._handshakes
+        return self.parts.orders.pending or self.consuming.unsettled
 
-    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """Descriptions from workers under a MultiConnector, which come with their first step.
+    def described(self, engine: EngineInfo, ranks: list[RankInfo], *, alone: bool) -> None:
+        """All workers have described themselves.
 
-        There, vLLM's scheduler reads the MultiConnector's role, which no child can change: a child
-        that was not to load does not.
+        Under a MultiConnector, vLLM's scheduler reads the MultiConnector's role, which no child can
+        change: a child that was not to load does not.
         """
-        told = [(h, msgspec.msgpack.decode(h.rank, type=RankInfo)) for h in handshakes]
-        if told:
+        if not alone:
             self._consumes = self._loads_by_role
-        self.add_handshakes({(rank.pp_rank, rank.tp_rank): h for h, rank in told})
-
-    def add_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
-        """Workers' descriptions, by (pp_rank, tp_rank): when all are there, the engine is known."""
-        self._handshakes.update(handshakes)
-        if self._described is None and len(self._handshakes) == self._shape[0] * self._shape[1]:
-            self._describe()
-
-    def _describe(self) -> None:
-        engines, ranks = [], []
-        for _, handshake in sorted(self._handshakes.items()):
-            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
-            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
-        first = engines[0]
-        for engine, rank in zip(engines, ranks, strict=True):
-            if engine != first:
-                raise DescriptionError(
-                    f"worker (pp {rank.pp_rank}, tp {rank.tp_rank}) describes the engine as "
-                    f"{engine}, worker 0 as {first}"
-                )
-        told = self._handshakes.values()
-        self.producing.flat = all(one.flat for one in told)
-        self.producing.second = any(one.second for one in told)
-        self._described = (first, ranks)
-        first = self._publish()  # a reset may have come first
-        self._rendezvous.introduce(first)
-        self._renewer.introduce(first)
-        self.consuming.described_as(read_model(first), read_shape(first))
+        self._described = (engine, ranks)
+        engine = self._publish()  # a reset may have come first
+        self._rendezvous.introduce(engine)
+        self._renewer.introduce(engine)
+        self.consuming.described_as(read_model(engine), read_shape(engine))
 
     def _publish(self) -> EngineInfo:
         """Let the directory answer with the descriptions, under the present incarnation."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,9 @@ class Consuming:
     rendezvous: Rendezvous
     renewer: Renewer
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
-    _siblings: SharedTickets = field(default_factory=lambda: SharedTickets())
+    # Tickets that several requests may come with (`n > 1`), by hold: when each is given back,
+    # unless another request needs it then.
+    _leaving: dict[str, tuple[Ticket, float]] = field(default_factory=dict)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _described: bool = False  # whether this engine's workers have said what they have
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
@@ -69,95 +71,106 @@ class Consuming:
 
     def arrived(self, request: Any) -> None:
         """A request asks for a remote prefill."""
-        try:
-            self._arrived(request)
-        except Exception:  # whatever a client's parameters are, the engine goes on
-            log.exception("request %s", request.request_id)
-            self._here(request, "error", "of an error of ours")
-            if (wanted := self._wanted.get(request.request_id)) is not None:
-                self._through(request.request_id, wanted)
+        request_id = request.request_id
+        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+        self._wanted[request_id] = wanted
+        self._ask(request, wanted, self._arrived)
+        if wanted.over:
+            del self._wanted[request_id]
 
-    def _arrived(self, request: Any) -> None:
-        request_id, marked = request.request_id, request.kv_transfer_params.get(MARK)
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.over or wanted.loading:
+            return 0, False
+        if not self._ask(request, wanted, self._loadable, computed):
+            return (0 if wanted.over else None), False
+        assert wanted.ticket is not None
+        wanted.matched = max(0, wanted.ticket.tokens - computed)
+        return wanted.matched, wanted.matched > 0
+
+    def _ask(
+        self, request: Any, wanted: _Wanted, question: Callable[..., bool], *more: Any
+    ) -> bool:
+        """The answer to a question about a request; False also where it is computed here."""
+        try:
+            return question(request, wanted, *more)
+        except ComputeHere as refusal:
+            here = refusal
+        except Exception:  # whatever a client, a proxy or a bootstrap says, the engine goes on
+            log.exception("request %s", request.request_id)
+            here = ComputeHere("error", "of an error of ours")
+        if not getattr(request, "abort_immediately", False):  # vLLM rejected it: it has no prompt
+            self._count_here(request.request_id, here)
+        self._through(wanted)
+        return False
+
+    def _count_here(self, request_id: str, here: ComputeHere) -> None:
+        self.parts.stats.count("requests_computed_here", here.reason)
+        log.log(here.level, "request %s: computed here, because %s", request_id, here.why)
+
+    # Questions: each returns whether the answer is there, or raises `ComputeHere`
+
+    def _arrived(self, request: Any, wanted: _Wanted) -> bool:
+        """Whether a new request has a ticket, which fits it."""
+        params = request.kv_transfer_params
+        marked = params.get(MARK)
         if isinstance(marked, dict) and "not_held" in marked:
             why = f"it is not held: {str(marked['not_held'])[:300]!r}"
-            self._here(request, "not held", why, logging.INFO)
-            return
-        wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
+            raise ComputeHere("not held", why, logging.INFO)
         wanted.lora = self.parts.adapters.ask(request, ADAPTER_SECONDS)
         unfit = self.parts.prompts.unfit(request)
-        if isinstance(marked, dict):
-            self._came_with_ticket(request, wanted, unfit)
-            return
+        if not isinstance(marked, dict):
+            try:
+                wanted.appointment = appointment(params, request.request_id, self.parts.style)
+            except KvferryError as error:
+                raise ComputeHere("no ticket", str(error)) from None
+            if unfit:
+                raise ComputeHere("unfit", unfit)  # its producer may hold it, and will hear of it
+            return self._found(request, wanted)
         try:
-            wanted.appointment = appointment(
-                request.kv_transfer_params, request_id, self.parts.style
-            )
+            ticket = Ticket.from_params(params)
         except KvferryError as error:
-            self._here(request, "no ticket", str(error))
-            return
-        self._wanted[request_id] = wanted
-        if unfit:
-            self._here(request, "unfit", unfit)
-            self._through(request_id, wanted)  # its producer may hold it
-        else:
-            self._find(request, wanted)
-
-    def _came_with_ticket(self, request: Any, wanted: _Wanted, unfit: str) -> None:
-        try:
-            ticket = Ticket.from_params(request.kv_transfer_params)
-        except KvferryError as error:
-            self._here(request, "bad ticket", str(error))
-            return
+            raise ComputeHere("bad ticket", str(error)) from None
         if not self.parts.config.admits(ticket.host):
             why = (
                 f"its ticket names the host {ticket.host}, which is not among the configured peers"
             )
-            self._here(request, "not allowed", why)
-            return
-        refusal: tuple[ComputedHere, str] | None
-        refusal = ("unfit", unfit) if unfit else _unfit(ticket, request, self.parts.cut)
-        if refusal is not None:
-            self._here(request, *refusal)
-            self.parts.orders.releases.append(ticket)
-            return
-        self._wanted[request.request_id] = wanted
-        self._ticketed(request.request_id, wanted, ticket)
+            raise ComputeHere("not allowed", why)
+        wanted.ticket = ticket
+        if unfit:
+            raise ComputeHere("unfit", unfit)
+        require_fit(ticket, request, self.parts.cut)
+        self.renewer.watch(ticket)  # also while the request queues
+        return True
 
-    def _here(
-        self, request: Any, reason: ComputedHere, why: str, level: int = logging.WARNING
-    ) -> None:
-        """Log and count a request that is computed here. Callers do it once for a request."""
-        if getattr(request, "abort_immediately", False):
-            return  # vLLM tells that it rejected a request: its prompt is no prompt
-        self._computed_here(request.request_id, reason, why, level)
+    def _loadable(self, request: Any, wanted: _Wanted, computed: int) -> bool:
+        return (
+            self._found(request, wanted)
+            and self._prefilled(wanted)
+            and self._adapted(request, wanted)
+            and self._kept(wanted, computed)
+        )
 
-    def _computed_here(self, request_id: str, reason: ComputedHere, why: str, level: int) -> None:
-        self.parts.stats.count("requests_computed_here", reason)
-        log.log(level, "request %s: computed here, because %s", request_id, why)
-
-    def _find(self, request: Any, wanted: _Wanted) -> None:
-        """Look for the producer that a request named. Once it is found, there is a ticket."""
-        assert wanted.appointment is not None
+    def _found(self, request: Any, wanted: _Wanted) -> bool:
+        """Whether the producer that a request named is found. Then there is a ticket."""
+        named = wanted.appointment
+        if wanted.ticket is not None or named is None:
+            return True
         try:
-            ticket = self._ticket(wanted.appointment, request)
-        except KvferryError as error:
+            wanted.ticket = self._ticket(named, request)
+        except Exception as error:
+            wanted.appointment = None  # it cannot be told that its hold is not needed, either
+            if not isinstance(error, KvferryError):
+                raise
             allowed = not isinstance(error, AuthenticationError)
-            self._here(request, "not found" if allowed else "not allowed", str(error))
-            wanted.over = True
-            return
-        except Exception:  # whatever a client or a bootstrap says, the engine goes on
-            log.exception("request %s", request.request_id)
-            self._here(request, "error", "of an error of ours")
-            wanted.over = True
-            return
-        if ticket is not None:
+            raise ComputeHere("not found" if allowed else "not allowed", str(error)) from None
+        if wanted.ticket is not None:
             wanted.ready = False  # its prefill may not even have begun
-            self._ticketed(request.request_id, wanted, ticket)
-        elif time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
-            why = f"{wanted.appointment.place.address} did not answer in time"
-            self._here(request, "not found", why)
-            self._through(request.request_id, wanted)
+            self.renewer.watch(wanted.ticket, early=True)
+            return True
+        if time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
+            raise ComputeHere("not found", f"{named.place.address} did not answer in time")
+        return False
 
     def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
         found = self.rendezvous.find(named.place)
@@ -174,100 +187,68 @@ class Consuming:
             request_id=named.name,
         )
 
-    def _ticketed(self, request_id: str, wanted: _Wanted, ticket: Ticket) -> None:
-        wanted.ticket = ticket
-        self.renewer.watch(ticket, early=not wanted.ready)  # also while the request queues
-        if wanted.shared:
-            self._siblings.join(request_id, ticket)
+    def _prefilled(self, wanted: _Wanted) -> bool:
+        """Whether the producer has computed a prompt that it got when we did."""
+        if wanted.ready:
+            return True
+        assert wanted.ticket is not None and wanted.appointment is not None
+        seconds = self.parts.config.load_seconds
+        there = self.renewer.arrived(wanted.ticket.hold_id)
+        late = time.monotonic() > wanted.arrived + seconds
+        wanted.ready = bool(there)
+        if there is False or (late and not there):
+            self.rendezvous.forget(wanted.appointment.place)
+            why = "its prefill was aborted or not held there, or that engine is gone"
+            if late:
+                why = f"its prefill did not end within load_seconds ({seconds:g})"
+            raise ComputeHere("not held", why)
+        return wanted.ready
 
-    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        wanted = self._wanted.get(request.request_id)
-        if wanted is None or wanted.over or wanted.loading:
-            return 0, False
-        if wanted.ticket is None:
-            self._find(request, wanted)
-            if wanted.ticket is None:
-                return (0, False) if wanted.over else (None, False)
-        if not wanted.ready and not self._arrived_there(request, wanted):
-            return (0, False) if wanted.over else (None, False)
-        if wanted.lora is not None:
-            same = self._adapted(request, wanted, wanted.lora)
-            if not same:
-                return (None if same is None else 0), False
-        if self.parts.cut.windows and not self._described:
-            return None, False  # under a MultiConnector, workers do so with their first step
-        if self._windows is not None and computed < wanted.ticket.tokens:
-            loadable = self._loadable(request, wanted, computed, *self._windows)
-            if not loadable:
-                return (None if loadable is None else 0), False
-        wanted.matched = max(0, wanted.ticket.tokens - computed)
-        return wanted.matched, wanted.matched > 0
-
-    def _loadable(
-        self, request: Any, wanted: _Wanted, computed: int, model: CacheModel, shape: EngineShape
-    ) -> bool | None:
-        """Whether the producer still has all blocks that a load would fill; None: not known yet."""
+    def _adapted(self, request: Any, wanted: _Wanted) -> bool:
+        """Whether a ticket is of the adapter that this engine has."""
+        if wanted.lora is None:
+            return True
         assert wanted.ticket is not None
-        reason: ComputedHere = "not found"
+        adapter = wanted.lora.digest
+        if adapter is None:
+            return False
+        if not adapter:
+            raise ComputeHere("lora", wanted.lora.unknown)
+        if not wanted.digest:
+            wanted.digest = adapted(request_digest(request), adapter)
+            # without a ticket that came with it, the producer's ranks compare
+            if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
+                why = (
+                    "its ticket is for another prompt, or its LoRA adapter "
+                    f"{wanted.lora.adapter.name!r:.100} has other files or settings here"
+                )
+                raise ComputeHere("lora", why)
+        return True
+
+    def _kept(self, wanted: _Wanted, computed: int) -> bool:
+        """Whether the producer still has all blocks that a load would fill."""
+        if self.parts.cut.windows and not self._described:
+            return False  # under a MultiConnector, workers do so with their first step
+        assert wanted.ticket is not None
+        if self._windows is None or computed >= wanted.ticket.tokens:
+            return True
         now = time.monotonic()
         if wanted.asked is None:
             wanted.asked = now
         try:
             theirs = self.rendezvous.shape(wanted.ticket, wanted.arrived)
         except KvferryError as error:
-            theirs, why = None, str(error)
-        else:
-            if theirs is not None:
-                reason = "shape"
-                why = unloadable(model, theirs, shape, wanted.ticket.tokens, computed)
-                if not why:
-                    return True
-            elif now <= wanted.asked + QUESTIONS * self.parts.config.bootstrap_seconds:
-                return None
-            else:
-                why = f"{wanted.ticket.directory} did not answer in time"
-        self._here(request, reason, why, logging.INFO if reason == "shape" else logging.WARNING)
-        self._through(request.request_id, wanted)
+            raise ComputeHere("not found", str(error)) from None
+        if theirs is not None:
+            model, shape = self._windows
+            if why := unloadable(model, theirs, shape, wanted.ticket.tokens, computed):
+                raise ComputeHere("shape", why, logging.INFO)
+            return True
+        if now > wanted.asked + QUESTIONS * self.parts.config.bootstrap_seconds:
+            raise ComputeHere("not found", f"{wanted.ticket.directory} did not answer in time")
         return False
 
-    def _arrived_there(self, request: Any, wanted: _Wanted) -> bool:
-        """Whether the producer has computed a prompt that it got when we did."""
-        assert wanted.ticket is not None and wanted.appointment is not None
-        hold_id, seconds = wanted.ticket.hold_id, self.parts.config.load_seconds
-        there = self.renewer.arrived(hold_id)
-        late = time.monotonic() > wanted.arrived + seconds
-        if there is None and not late:
-            return False
-        wanted.ready = bool(there)
-        if not there:
-            why = "its prefill was aborted or not held there, or that engine is gone"
-            if late:
-                why = f"its prefill did not end within load_seconds ({seconds:g})"
-            self._here(request, "not held", why)
-            self.rendezvous.forget(wanted.appointment.place)
-            self._through(request.request_id, wanted)
-        return wanted.ready
-
-    def _adapted(self, request: Any, wanted: _Wanted, lora: Asked) -> bool | None:
-        """Whether a ticket is of the adapter that this engine has; None: not known yet."""
-        assert wanted.ticket is not None
-        adapter, why = lora.digest, ""
-        if adapter is None:
-            return None
-        if not adapter:
-            why = lora.unknown
-        elif not wanted.digest:
-            wanted.digest = adapted(request_digest(request), adapter)
-            # without a ticket that came with it, the producer's ranks compare
-            if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
-                why = (
-                    "its ticket is for another prompt, or its LoRA adapter "
-                    f"{lora.adapter.name!r:.100} has other files or settings here"
-                )
-        if why:
-            self._here(request, "lora", why)
-            self._through(request.request_id, wanted)
-        return not why
+    # What becomes of a request
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
         wanted = self._wanted.get(request.request_id)
@@ -275,7 +256,7 @@ class Consuming:
             return
         if external == 0:
             if not wanted.loading:  # all of it was here already, or a sibling connector had it
-                self._through(request.request_id, wanted)
+                self._through(wanted)
             wanted.over = True
             return
         if wanted.loading or wanted.ticket is None:
@@ -324,7 +305,7 @@ class Consuming:
             elif wanted.appointment is not None:
                 self.rendezvous.forget(wanted.appointment.place)
             if wanted.shared:
-                self._through(request_id, wanted)
+                self._through(wanted)
             else:
                 self.renewer.drop(wanted.ticket.hold_id)
 
@@ -337,7 +318,7 @@ class Consuming:
             if wanted.loading and not wanted.shared and wanted.ticket is not None:
                 self.renewer.drop(wanted.ticket.hold_id)  # the load says the last word
             else:
-                self._through(request_id, wanted)
+                self._through(wanted)
 
     def reset(self) -> None:
         """Tickets from before are void: what queues is computed here, what loads is given up."""
@@ -347,16 +328,17 @@ class Consuming:
                     self.parts.orders.cancels.append(request_id)
                 else:
                     self.parts.stats.count("requests_computed_here", "reset")
-                    self._through(request_id, wanted)
+                    self._through(wanted)
 
-    def _through(self, request_id: str, wanted: _Wanted) -> None:
+    def _through(self, wanted: _Wanted) -> None:
         """A request needs its ticket no more, and is not matched again."""
         wanted.over = True
         if wanted.ticket is None:
             if wanted.appointment is not None:
                 self._unfound.append(wanted.appointment)
         elif wanted.shared:
-            self._siblings.leave(request_id, wanted.ticket)
+            leaves_at = time.monotonic() + SIBLING_SECONDS
+            self._leaving[wanted.ticket.hold_id] = wanted.ticket, leaves_at
         else:
             self._give_back(wanted.ticket)
 
@@ -367,7 +349,7 @@ class Consuming:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` will have something to do though no request comes."""
-        return bool(self._unfound) or self._siblings.leaving
+        return bool(self._unfound) or bool(self._leaving)
 
     @property
     def busy(self) -> bool:
@@ -395,31 +377,33 @@ class Consuming:
         elif now > self._still_since + STANDSTILL_SECONDS:
             self._still_since = now
             why = "no block came free here while its prefill engine may wait for blocks of ours"
-            self._computed_here(queued[0], "gave way", why, logging.INFO)
-            self._through(queued[0], self._wanted[queued[0]])
+            self._count_here(queued[0], ComputeHere("gave way", why, logging.INFO))
+            self._through(self._wanted[queued[0]])
 
     def settle(self) -> None:
         """Once a step: give back tickets that no request needs."""
-        for unneeded in self._siblings.due():
-            self._give_back(unneeded)
+        now = time.monotonic()
+        for hold_id in [name for name, (_, at) in self._leaving.items() if at <= now]:
+            ticket, _ = self._leaving.pop(hold_id)
+            live = [one.ticket for one in self._wanted.values() if one.ticket and not one.over]
+            if all(one.hold_id != hold_id for one in live):
+                self._give_back(ticket)
         for named in list(self._unfound):
             try:
-                ticket = self._ticket(named)
+                found = self._ticket(named)
             except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
                 self._unfound.remove(named)
-                ours = None if isinstance(error, KvferryError) else error
-                log.log(
-                    logging.INFO if ours is None else logging.ERROR,
+                log.warning(
                     "the hold of %r at %s is not given back, and will expire: %s",
                     named.name,
                     named.place.address,
                     error,
-                    exc_info=ours,
+                    exc_info=None if isinstance(error, KvferryError) else error,
                 )
                 continue
-            if ticket is not None:
+            if found is not None:
                 self._unfound.remove(named)
-                self.parts.orders.releases.append(ticket)
+                self.parts.orders.releases.append(found)
 
 
 @dataclass(slots=True)
@@ -439,57 +423,23 @@ class _Wanted:
     over: bool = False  # loaded, failed or not needed: never matched again
 
 
-class SharedTickets:
-    """Tickets that several requests came with (`n > 1`): given back when the last is through."""
+class ComputeHere(Exception):
+    """A request for a remote prefill is not loaded. It is logged once, and counted by reason."""
 
-    def __init__(self) -> None:
-        self._families: dict[str, _Family] = {}  # by hold
-
-    def join(self, request_id: str, ticket: Ticket) -> None:
-        family = self._families.setdefault(ticket.hold_id, _Family(ticket))
-        family.requests.add(request_id)
-        family.release_at = None
-
-    def leave(self, request_id: str, ticket: Ticket) -> None:
-        family = self._families.get(ticket.hold_id)
-        if family is not None:
-            family.requests.discard(request_id)
-            if not family.requests:
-                family.release_at = time.monotonic() + SIBLING_SECONDS
-
-    @property
-    def leaving(self) -> bool:
-        """Whether `due` will have something though no request comes."""
-        return any(family.release_at is not None for family in self._families.values())
-
-    def due(self) -> list[Ticket]:
-        """Tickets that no request needs any more, each once."""
-        now = time.monotonic()
-        over = [
-            hold_id
-            for hold_id, family in self._families.items()
-            if family.release_at is not None and family.release_at <= now
-        ]
-        return [self._families.pop(hold_id).ticket for hold_id in over]
+    def __init__(self, reason: ComputedHere, why: str, level: int = logging.WARNING) -> None:
+        super().__init__(why)
+        self.reason, self.why, self.level = reason, why, level
 
 
-@dataclass(slots=True)
-class _Family:
-    ticket: Ticket
-    requests: set[str] = field(default_factory=set)
-    release_at: float | None = None  # a sibling may still be on its way until then
-
-
-def _unfit(ticket: Ticket, request: Any, cut: PrefillCut) -> tuple[ComputedHere, str] | None:
-    """Why a ticket cannot be for this request; None where it can."""
+def require_fit(ticket: Ticket, request: Any, cut: PrefillCut) -> None:
+    """Refuse a ticket that cannot be for this request."""
     lora = getattr(request, "lora_request", None) is not None  # compared when its files are known
     if not lora and ticket.digest != request_digest(request):
-        return "another prompt", "its ticket is for another prompt"
+        raise ComputeHere("another prompt", "its ticket is for another prompt")
     if ticket.tokens > request.num_tokens:
-        words = f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
-        return "bad ticket", words
+        why = f"its ticket is for {ticket.tokens} tokens, and it has {request.num_tokens}"
+        raise ComputeHere("bad ticket", why)
     if cut.reaches_too_far(ticket.tokens, request.num_tokens):
-        words = f"its ticket leaves less than {cut.held_back} tokens to compute here"
         short = request.num_tokens <= cut.held_back  # for any prefill engine
-        return "unfit" if short else "bad ticket", words
-    return None
+        why = f"its ticket leaves less than {cut.held_back} tokens to compute here"
+        raise ComputeHere("unfit" if short else "bad ticket", why)

@@ -27,6 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import model_from_config
 from kvferry.layout.model import CacheModel, Component, Group, Residency
@@ -60,6 +61,12 @@ class Described:
     layout: RankLayout
     bases: tuple[int, ...]
     meaning: dict[str, str]
+
+    @property
+    def memory(self) -> list[MemoryRegion]:
+        """The cache's regions, at their addresses."""
+        pairs = zip(self.bases, self.layout.regions, strict=True)
+        return [MemoryRegion(base, region.bytes) for base, region in pairs]
 
     def summary(self) -> str:
         """How many layers have blocks of which length."""

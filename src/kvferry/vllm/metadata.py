@@ -2,8 +2,8 @@
 """What the scheduler and the workers of one engine tell each other through vLLM, step by step.
 
 The scheduler sends one `FerryMetadata` with every step, the same for all workers. Each worker may
-answer with a `FerryReport`; vLLM adds up the reports of all workers. Both have a `handover` and a
-`pool` half. A half is None where the connector does not have it, or has nothing to tell.
+answer with a `FerryReport`; vLLM adds up the reports of all workers. Orders have a `handover` and a
+`pool` half. A half is None where the connector does not have it.
 """
 
 from __future__ import annotations
@@ -69,52 +69,27 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class HandoverReport:
-    """How holds ended, by request. Under a MultiConnector, a worker's first report describes it."""
-
-    handshakes: list[FerryHandshake] = field(default_factory=list)
-    closed: dict[str, str] = field(default_factory=dict)
-
-    def aggregate(self, other: HandoverReport) -> HandoverReport:
-        closed = dict(self.closed)
-        for request_id, why in other.closed.items():
-            closed[request_id] = worse(why, closed.get(request_id))
-        return HandoverReport(self.handshakes + other.handshakes, closed)
-
-
-@dataclass
-class PoolReport:
-    """Saves and loads that ended since the last step. Handshakes as above."""
-
-    saved: list[Saved] = field(default_factory=list)
-    loaded: list[PoolLoaded] = field(default_factory=list)
-    recovered: list[str] = field(default_factory=list)
-    handshakes: list[FerryHandshake] = field(default_factory=list)
-
-    def aggregate(self, other: PoolReport) -> PoolReport:
-        return PoolReport(
-            self.saved + other.saved,
-            self.loaded + other.loaded,
-            self.recovered + other.recovered,
-            self.handshakes + other.handshakes,
-        )
-
-
-@dataclass
 class FerryReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A report of one worker, then of all workers together."""
+    """What ended since the last step, on one worker, then on all workers together."""
 
-    handover: HandoverReport | None = None
-    pool: PoolReport | None = None
+    handshakes: list[FerryHandshake] = field(default_factory=list)  # under a MultiConnector, once
+    closed: dict[str, str] = field(default_factory=dict)  # how holds ended, by request
+    saved: list[Saved] = field(default_factory=list)
+    loaded: list[PoolLoaded] = field(default_factory=list)  # from the pool
+    recovered: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryReport:
         assert isinstance(other, FerryReport)
-        handover, pool = self.handover, self.pool
-        if other.handover is not None:
-            handover = handover.aggregate(other.handover) if handover else other.handover
-        if other.pool is not None:
-            pool = pool.aggregate(other.pool) if pool else other.pool
-        return FerryReport(handover, pool)
+        closed = dict(self.closed)
+        for request_id, why in other.closed.items():
+            closed[request_id] = worse(why, closed.get(request_id))
+        return FerryReport(
+            self.handshakes + other.handshakes,
+            closed,
+            self.saved + other.saved,
+            self.loaded + other.loaded,
+            self.recovered + other.recovered,
+        )
 
 
 def worse(one: str, other: str | None) -> str:

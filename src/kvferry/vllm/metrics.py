@@ -209,16 +209,12 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         for name, steps in STEPS.items():
             self.observe(name, sum(load.seconds.get(step, 0.0) for step in steps))
 
-    def add_pool(self, counts: Mapping[str, Any]) -> None:
-        """The pool's counts by event; under `operations` its calls of the store; and under
-        `levels`, by reporter, blocks in quarantine."""
-        for event, count in counts.items():
-            if event not in ("levels", "operations"):
-                self.count("pool", event, count)
-        if counts.get("operations"):
-            self.data.setdefault("pool_operations", []).extend(counts["operations"])
-        for reporter, blocks in counts.get("levels", {}).items():
-            self.level(f"pool {reporter}", pool_blocks_quarantined=blocks)
+    def add_pool(self, counters: PoolCounters) -> None:
+        """The pool's counts by event, and its calls of the store, since the last call."""
+        for event, count in counters.take().items():
+            self.count("pool", event, count)
+        if operations := [asdict(one) for one in counters.take_operations()]:
+            self.data.setdefault("pool_operations", []).extend(operations)
 
     def take(self) -> FerryStats:
         """What was gathered since the last call."""
@@ -280,14 +276,6 @@ def levels(by_reporter: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
         for name, level in told.items():
             found[name] = found.get(name, 0) + level
     return found
-
-
-def taken(counters: PoolCounters) -> dict[str, Any]:
-    """A pool's counts since the last call, as `FerryStats.add_pool` takes them."""
-    counts: dict[str, Any] = counters.take()
-    if operations := counters.take_operations():
-        counts["operations"] = [asdict(operation) for operation in operations]
-    return counts
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -365,11 +353,6 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     metric = made[name].labels(*values, *labels)
                     metric.observe(amount) if like.buckets else metric.inc(amount)
 
-    def _observe_pool(self, events: Mapping[str, int], values: list[object]) -> None:
-        for event, times in events.items():
-            name, label = POOL_EVENTS[event]
-            self._exposed.metrics[name].labels(*values, *label).inc(times)
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         exposed, last = self._exposed.metrics, self._exposed.levels.setdefault(engine_idx, {})
@@ -382,11 +365,12 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for gauge, level in levels(last).items():
                     exposed[gauge].labels(*values).set(level)
             elif name == "pool":
-                self._observe_pool(told, values)
+                for event, times in told.items():
+                    metric, label = POOL_EVENTS[event]
+                    exposed[metric].labels(*values, *label).inc(times)
             elif isinstance(told, list):
-                metric = exposed[name].labels(*values)
                 for seconds in told:
-                    metric.observe(seconds)
+                    exposed[name].labels(*values).observe(seconds)
             elif isinstance(told, dict):
                 for value, times in told.items():
                     exposed[name].labels(*values, value).inc(times)

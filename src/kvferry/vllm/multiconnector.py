@@ -14,8 +14,8 @@ the same key into a response. vLLM tells a child nothing of its siblings. So kvf
   apart for each child, and leaves the handshake metadata to in-tree siblings. So handshake metadata
   of ours reaches a scheduler only where its connector is alone.
 - Beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other.
-- Children see a new request one after another, and some in-tree ones shorten its prompt: where it
-  matters, ours must come before them (`PrefillCut`).
+- Children see a new request one after another, and some in-tree ones shorten its prompt. Ours does
+  not hold what another has cut (`Producing.accept`): it must come before them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ FerryMooncakeStoreConnector FerryPoolConnector
 DecodeBenchConnector ExampleConnector FlexKVConnectorV1 HF3FSKVConnector MooncakeConnector
 MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
 """
-# Connectors that shorten a prompt which is to be handed over, if none has done so before: NIXL's by
-# as many tokens as we do, for states and for drafters that read ahead; others by one, for states.
-CUTTING_ALIKE = ("NixlPullConnector", "NixlPushConnector")
+# Connectors that shorten a prompt which is to be handed over, if none has done so before, by one
+# token, for states. NIXL's do so by as many tokens as we do, also for drafters that read ahead.
 CUTTING_ONE = ("MooncakeConnector", "MoRIIOConnector")
-CUTTING = CUTTING_ALIKE + CUTTING_ONE
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -77,7 +75,7 @@ class Siblings:
     """The children of a worker's MultiConnector that hand over, if at all, by other means."""
 
     others: tuple[str, ...] = ()
-    ahead: tuple[str, ...] = ()  # those of the others that see a request before this child does
+    ahead: bool = False  # whether one of the others sees a request before this child does
 
     @classmethod
     def of(cls, index: int) -> Siblings | None:
@@ -89,7 +87,7 @@ class Siblings:
         me = [i for i, kind in enumerate(classes) if _style(kind) is not None][index]
         return cls(
             tuple(_name(kind) for kind in classes if _style(kind) is None),
-            tuple(_name(kind) for kind in classes[:me] if _style(kind) is None),
+            any(_style(kind) is None for kind in classes[:me]),
         )
 
     @property
@@ -129,4 +127,4 @@ def _style(cls: type) -> Style | None:
 def _name(cls: type) -> str:
     """A class's own name, or that of the connector whose subclass it is, where that matters."""
     names = [one.__name__ for one in cls.__mro__]
-    return next((name for name in names if name in CUTTING), names[0])
+    return next((name for name in names if name in CUTTING_ONE), names[0])

@@ -31,7 +31,7 @@ from kvferry.vllm.describe import group_spec, is_state
 from kvferry.vllm.fingerprint import Prompts, adapted, request_digest
 from kvferry.vllm.metadata import HandoverOrders, worse
 from kvferry.vllm.metrics import FerryStats, Spans
-from kvferry.vllm.multiconnector import CUTTING, CUTTING_ONE, Siblings
+from kvferry.vllm.multiconnector import CUTTING_ONE, Siblings
 
 log = logging.getLogger("kvferry")
 
@@ -258,8 +258,7 @@ class PrefillCut:
 
     In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: the connector
     that cuts marks the request, as in-tree connectors do among themselves. Our tickets are for
-    whole prompts, so ours must see them first; an engine that is configured otherwise does not
-    start.
+    whole prompts, so a prompt that another connector has cut is not held.
     """
 
     held_back: int = 0  # tokens of a prompt that the decode engine computes
@@ -279,20 +278,13 @@ class PrefillCut:
         held_back, blocks = max(int(has_states), ahead, 0), int(kv_cache_config.num_blocks)
         return cls(held_back, scratch, blocks, windows)
 
-    def require_whole_prompts(self, siblings: Siblings) -> None:
-        """Refuse siblings that would cut a prompt before us, or not as we do."""
-        if not self.held_back:
-            return
-        why = f"of this model's prompts the last {self.held_back} tokens are left to decode engines"
-        if early := sorted(set(siblings.ahead) & set(CUTTING)):
-            raise DescriptionError(
-                f"{why}; {', '.join(early)} comes before kvferry in MultiConnector's `connectors` "
-                "and cuts prompts too, so that kvferry never sees them whole: list kvferry first"
-            )
+    def require_fellows(self, siblings: Siblings) -> None:
+        """Refuse siblings whose decode engines count on more tokens than are computed here."""
         other = sorted(set(siblings.others) & set(CUTTING_ONE))
         if self.held_back > 1 and other:
             raise DescriptionError(
-                f"{why}, and {', '.join(other)} leaves one at most: their decode engines would "
+                f"of this model's prompts the last {self.held_back} tokens are left to decode "
+                f"engines, and {', '.join(other)} leaves one at most: their decode engines would "
                 "take what was computed for more than it is. Do not run both in one engine"
             )
 

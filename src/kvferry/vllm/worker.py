@@ -3,8 +3,7 @@
 
 A step of the engine only passes orders and results; threads do the work.
 
-`register_kv_caches` describes the cache and registers it with the carriers; `serve` starts the
-threads.
+`register` registers the cache with the carriers, and `serve` starts the threads.
 `start` passes a step's orders on and returns; `results` collects what ended since the last step,
 each id exactly once.
 """
@@ -34,8 +33,8 @@ from kvferry.handover.wakeup import Wakeup, WhenReady
 from kvferry.layout.shape import Rank
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
-from kvferry.vllm.describe import CacheRank, Described, describe_worker, this_place
-from kvferry.vllm.metadata import FerryHandshake, HandoverOrders, HandoverReport
+from kvferry.vllm.describe import CacheRank, Described
+from kvferry.vllm.metadata import FerryHandshake, FerryReport, HandoverOrders
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.multiconnector import Siblings
 
@@ -52,38 +51,30 @@ class FerryWorker:
         self,
         config: FerryConfig,
         vllm_config: Any,
-        kv_cache_config: Any,
         index: int,
         siblings: Siblings | None,
     ) -> None:
-        self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
+        self.config = config
         self.engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._place = CacheRank(Rank(0, 0), 1)
         self._stats, self._levels = FerryStats(), {"claims_parked": 0}
-        self._undescribed = siblings is not None
         self._unread: set[str] = set()  # requests whose hold is another replica's
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
         self._producer: ProducerRank | None = None
         self._consumer: ConsumerRank | None = None
-        self._handshake: FerryHandshake | None = None
+        self.handshake: FerryHandshake | None = None
         self._idle = self._queueing = False
         self._wakeup = Wakeup()
         self._ready = WhenReady(gpu=False)
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        place = this_place(self._vllm.parallel_config)
-        described = describe_worker(
-            self._vllm, self._kv, kv_caches, place.rank, self.config.model_id, place.tp
-        )
-        regions = [
-            MemoryRegion(base, region.bytes)
-            for base, region in zip(described.bases, described.layout.regions, strict=True)
-        ]
-        number = gpu_of(kv_caches)
+    def register(
+        self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
+    ) -> None:
+        number, regions = gpu_of(kv_caches), described.memory
         self._ready = WhenReady(gpu=number is not None)
         memory = memory_of(regions, gpu=number is not None)
         self.serve(place, described, memory, cache_carriers(self.config, regions, memory, number))
@@ -140,26 +131,19 @@ class FerryWorker:
             {carrier.name: carrier.endpoint() for carrier in self._carriers},
             offered(memory),
         )
+        if place.replica:
+            return  # of replicas the first describes all: it is the one that others read
         beside = self._siblings or Siblings()
-        self._handshake = FerryHandshake(  # for the scheduler: this worker, and what is beside it
+        self.handshake = FerryHandshake(  # for the scheduler: this worker, and what is beside it
             msgspec.msgpack.encode(engine),
             msgspec.msgpack.encode(info),
             flat=beside.flat,
-            second=bool(beside.ahead),
+            second=beside.ahead,
         )
 
-    def handshake(self) -> FerryHandshake | None:
-        """A MultiConnector passes on the first child's only: under one, in-tree children get it.
-        Of replicas the first describes all: it is the one that others read."""
-        return self._handshake if self._siblings is None and not self._place.replica else None
-
-    def take_report(self) -> HandoverReport | None:
-        """How holds ended; under a MultiConnector, our description goes with the first step."""
-        told, self._closed = HandoverReport(closed=self._closed), {}
-        if self._undescribed and self._handshake is not None and not self._place.replica:
-            self._undescribed = False
-            told.handshakes.append(self._handshake)
-        return told if told.handshakes or told.closed else None
+    def take_report(self) -> FerryReport:
+        report, self._closed = FerryReport(closed=self._closed), {}
+        return report
 
     def start(self, orders: HandoverOrders, *, idle: bool = False, queueing: bool = False) -> None:
         """Pass a step's orders on to the threads, once the device has come to this step.
@@ -209,17 +193,14 @@ class FerryWorker:
         for closed in self._producer.take_closed():
             results.finished_sending.add(closed.request_id)
             self._closed[closed.request_id] = closed.why
-            if closed.why == "expired" and closed.silent:
-                log.warning(
-                    "request %s: the lease of its KV cache ran out before %d decode ranks had read "
-                    "it: they died, stalled, or cannot reach this engine",
-                    closed.request_id,
-                    closed.silent,
-                )
-            elif closed.why == "expired":
-                log.warning(
-                    "request %s: no decode engine fetched its KV cache in time", closed.request_id
-                )
+            if closed.why == "expired":
+                why = "no decode engine fetched its KV cache in time"
+                if closed.silent:
+                    why = (
+                        f"the lease of its KV cache ran out before {closed.silent} decode ranks "
+                        "had read it: they died, stalled, or cannot reach this engine"
+                    )
+                log.warning("request %s: %s", closed.request_id, why)
         for loaded in self._consumer.take_done():
             results.finished_recving.add(loaded.request_id)
             self._stats.loaded(loaded)

@@ -61,18 +61,6 @@ MUST_BE_TRUE: Mapping[str, str] = {
     "discard_partial_chunks": "the pool keeps whole blocks: the tokens of a block that is not full "
     "have no key, and are computed again",
 }
-# Variables of the environment that vLLM's own connector reads, and what each does here.
-MOONCAKE_VARIABLES: Mapping[str, str] = {
-    "MOONCAKE_CONFIG_PATH": "The same.",
-    "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "The same.",
-    "MOONCAKE_PREFERRED_SEGMENT": "No effect, and logged: Mooncake chooses where blocks lie.",
-    "VLLM_MOONCAKE_STORE_TIER_LOG": "The same: each load logs how many of its objects lay in "
-    "memory and on disk.",
-    "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": "The same, with `enable_offload` in Mooncake's "
-    "file.",
-    "VLLM_MOONCAKE_LOAD_RECV_THREADS": "No effect: a load is cut into chunks, which four threads "
-    "read.",
-}
 LOOKUP_BUFFER_BYTES = 64 << 20
 
 
@@ -150,20 +138,19 @@ class PoolConfig:
 
     def _conflicts(self, wrong: Collection[str]) -> Iterator[str]:
         """Keys that would have no effect on the store that was chosen, apart from wrong ones."""
-        given = {"path": self.path, "size": self.size, "disk_path": self.disk_path}
-        given["disk_size"] = self.disk_size or None
-        names = ", ".join(told(given))
-        if self.store not in ("embedded", "mooncake") and ":" not in self.store:
+        own = self.store not in ("embedded", "mooncake")
+        embedded = [n for n in ("path", "size", "disk_path", "disk_size") if getattr(self, n)]
+        if own and ":" not in self.store:
             yield f"store is 'embedded', 'mooncake' or 'module:function', found {self.store!r}"
-        elif self.store != "embedded" and names:
+        elif self.store != "embedded" and embedded:
             yield (
-                f"{names} set, which only the embedded store has, and store is {self.store!r}; "
-                "remove what is not meant (Mooncake's sizes are in the file that "
+                f"{', '.join(embedded)} set, which only the embedded store has, and store is "
+                f"{self.store!r}; remove what is not meant (Mooncake's sizes are in the file that "
                 "MOONCAKE_CONFIG_PATH names, those of a store of your own in `options`)"
             )
-        if self.options and self.store in ("embedded", "mooncake") and "store" not in wrong:
+        if self.options and not own and "store" not in wrong:
             yield (
-                f"options are for a store of your own (module:function), and store is "
+                "options are for a store of your own (module:function), and store is "
                 f"{self.store!r}; remove one of the two"
             )
         alone = (self.disk_path is None) != (not self.disk_size)

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from kvferry.errors import DescriptionError
 from kvferry.handover.describe import read_layout, read_model, read_shape
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.keys import Extra, KeyMetadata
@@ -26,10 +23,10 @@ from kvferry.pool.scheduler import (
 )
 from kvferry.pool.weights import NOT_SHARED, Adapters, Asked, engine_weights
 from kvferry.pool.wrappers import MEANING
-from kvferry.vllm.describe import cache_rank, replicas
+from kvferry.vllm.describe import replicas
 from kvferry.vllm.fingerprint import Prompts, content
-from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.metrics import taken
+from kvferry.vllm.metadata import FerryReport
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 
 log = logging.getLogger("kvferry")
@@ -53,7 +50,6 @@ class VllmPoolScheduler:
         self._number = str(next(_numbers))
         self._quarantined = 0  # blocks, as last told
         self._blocks: Any = None  # vLLM's block pool
-        self._handshakes: dict[tuple[int, int], FerryHandshake] = {}
         if self._prompts.media_unseen:
             log.warning(
                 "kvferry: requests with images or other media are not kept in the pool: %s",
@@ -64,23 +60,17 @@ class VllmPoolScheduler:
         )
         self._events = PoolEvents(self.pool, wanted=events)
 
-    def set_handshakes(self, handshakes: Mapping[tuple[int, int], FerryHandshake]) -> None:
-        """All workers' descriptions: the engine's layout, to be published."""
-        engines, ranks = [], []
-        for _, handshake in sorted(handshakes.items()):
-            engines.append(msgspec.msgpack.decode(handshake.engine, type=EngineInfo))
-            ranks.append(msgspec.msgpack.decode(handshake.rank, type=RankInfo))
-        first = engines[0]
-        if any(
-            (e.groups, e.shape, e.meaning) != (first.groups, first.shape, first.meaning)
-            for e in engines
-        ):
-            raise DescriptionError("the workers of this engine describe it differently")
-        model, shape = read_model(first), read_shape(first)
+    def described(self, engine: EngineInfo, ranks: Sequence[RankInfo]) -> None:
+        """All workers have described themselves: the engine's layout is published."""
+        model, shape = read_model(engine), read_shape(engine)
         layouts = [read_layout(r, shape)[0] for r in ranks]
-        layout = make_layout(model, first.meaning, layouts, _draft_ahead(self._vllm))
+        meaning = dict(engine.meaning)
+        if self.config.model_id:  # beside a hand-over, workers name the model as its keys say
+            meaning["model"] = self.config.model_id
+        layout = make_layout(model, meaning, layouts, _draft_ahead(self._vllm))
         weights = engine_weights(self._vllm, self.config.weight_revision)
-        meaning = dict([*first.meaning.items(), *([MEANING] if self.config.checked else [])])
+        if self.config.checked:
+            meaning |= dict([MEANING])
         metadata = KeyMetadata.of(self.config.cache_prefix, model.fingerprint(), meaning, weights)
         workers = len(ranks) * replicas(self._vllm.parallel_config)
         self.pool.start(
@@ -96,18 +86,6 @@ class VllmPoolScheduler:
             layout.id,
             shape.describe(),
         )
-
-    def described_by(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """The same from workers under a MultiConnector, which come one by one."""
-        if self.pool.started:
-            return
-        for handshake in handshakes:
-            rank = msgspec.msgpack.decode(handshake.rank, type=RankInfo)
-            self._handshakes[rank.pp_rank, rank.tp_rank] = handshake
-        parallel = self._vllm.parallel_config
-        expected = parallel.pipeline_parallel_size * cache_rank(parallel, 0, 0, 0).tp
-        if len(self._handshakes) == expected:
-            self.set_handshakes(self._handshakes)
 
     def bind_blocks(self, block_pool: Any) -> None:
         self._blocks = block_pool
@@ -212,22 +190,18 @@ class VllmPoolScheduler:
 
     # Reports
 
-    def reported(self, report: PoolReport | None, received: Iterable[str]) -> None:
-        if report is not None:
-            if report.handshakes:
-                self.described_by(report.handshakes)
-            for saved in self.pool.saved(report.saved):
-                self._events.stored(saved)
-            self.pool.loaded(report.loaded)
-            self.pool.recovered(report.recovered)
+    def reported(self, report: FerryReport, received: Iterable[str]) -> None:
+        for saved in self.pool.saved(report.saved):
+            self._events.stored(saved)
+        self.pool.loaded(report.loaded)
+        self.pool.recovered(report.recovered)
         for request_id in received:
             self.pool.load_over(request_id)
 
     @property
     def waits_for_a_step(self) -> bool:
-        """Whether an idle engine should step: until saves have ended and routers were told; at the
-        start under a MultiConnector, until its workers have described themselves."""
-        return self.pool.has_work or self._events.waiting or not self.pool.started
+        """Whether an idle engine should step: until saves have ended and routers were told."""
+        return self.pool.has_work or self._events.waiting
 
     def take_events(self) -> list[Any]:
         """vLLM asks once for every step, when its results are back. It tells the connector of
@@ -235,13 +209,12 @@ class VllmPoolScheduler:
         self.pool.choice.steps.over()
         return self._events.take()
 
-    def take_counts(self) -> dict[str, Any]:
+    def add_stats(self, stats: FerryStats) -> None:
         """Counts since the last call, and the number of blocks in quarantine, if it has changed."""
-        counts = taken(self.pool.counters)
+        stats.add_pool(self.pool.counters)
         if self.pool.quarantined_blocks != self._quarantined:
             self._quarantined = self.pool.quarantined_blocks
-            counts["levels"] = {self._number: self._quarantined}
-        return counts
+            stats.level(f"pool {self._number}", pool_blocks_quarantined=self._quarantined)
 
     def close(self) -> None:
         self.pool.close()

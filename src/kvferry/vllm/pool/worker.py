@@ -26,9 +26,9 @@ from kvferry.pool.rank import PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.store import Store
 from kvferry.pool.wrappers import CheckedStore, StagedStore
-from kvferry.vllm.describe import describe_worker, this_place
-from kvferry.vllm.metadata import FerryHandshake, PoolReport
-from kvferry.vllm.metrics import taken
+from kvferry.vllm.describe import CacheRank, Described
+from kvferry.vllm.metadata import FerryHandshake, FerryReport
+from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.worker import memory_of, on_gpu
 
@@ -41,29 +41,22 @@ LATE_SHARE = 8  # of a step's layers: the last eighth is copied after it, the ot
 
 
 class PoolWorker:
-    def __init__(
-        self, config: PoolConfig, vllm_config: Any, kv_cache_config: Any, *, alone: bool = True
-    ) -> None:
-        """alone  False: a child of a MultiConnector, which describes itself with its first step"""
-        self.config, self._vllm, self._kv = config, vllm_config, kv_cache_config
-        self._alone = alone
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
         self._rank: PoolRank | None = None
-        self._handshake: FerryHandshake | None = None
+        self.handshake: FerryHandshake | None = None
         self._orders: dict[str, LoadOrder] = {}  # loads under way
         self._saves: list[SaveOrder] = []
-        self._report = PoolReport()
+        self._report = FerryReport()
         self._invalid: set[int] = set()
         self._prefix_tokens = 0  # in a block, where a failed load's valid prefix can be told
         self._on_device = False
         self._layers: _Layers | None = None  # on a device that waits by itself
         self._idle = self._was_idle = False
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        me = this_place(self._vllm.parallel_config)
-        rank = me.rank
-        described = describe_worker(
-            self._vllm, self._kv, kv_caches, rank, self.config.model_id, me.tp
-        )
+    def register(
+        self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
+    ) -> None:
         device = next(iter(kv_caches.values())).device
         self._on_device = device.type != "cpu"
         staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
@@ -81,32 +74,24 @@ class PoolWorker:
             self._prefix_tokens = block_span(groups[0], layout.shape)
         store = self.config.opener()()
         if staged or self.config.checked:
-            pairs = zip(bases, layout.regions, strict=True)
-            regions = [MemoryRegion(base, region.bytes) for base, region in pairs]
-            store = _staged(store, regions, self.config.checked, self._on_device)
+            store = _staged(store, described.memory, self.config.checked, self._on_device)
         if isinstance(store, DeviceStore):
             self._layers = _Layers(kv_caches)
         self._rank = PoolRank(
-            store, described.model, layout, bases, replica=me.replica, replicas=me.replicas
+            store, described.model, layout, bases, replica=place.replica, replicas=place.replicas
         )
         engine = engine_info("", "", described.model, layout.shape, described.meaning)
         info = rank_info(layout, [0] * len(bases), "", "", {})
-        self._handshake = FerryHandshake(
+        self.handshake = FerryHandshake(
             msgspec.msgpack.encode(engine), msgspec.msgpack.encode(info)
         )
-        if not self._alone:
-            self._report.handshakes.append(self._handshake)
         log.info(
             "kvferry: rank %s uses the pool (%s store) with %s, %s",
-            tuple(rank),
+            tuple(place.rank),
             self.config.store,
             layout.shape.describe(),
             described.summary(),
         )
-
-    def handshake(self) -> FerryHandshake | None:
-        """A MultiConnector passes on one child's only: under one, in-tree children get it."""
-        return self._handshake if self._alone else None
 
     def start(self, orders: PoolOrders, *, idle: bool = False) -> None:
         """Begin a step's loads. Its saves wait until the step has computed their blocks."""
@@ -166,7 +151,7 @@ class PoolWorker:
                 results.failed_recving.add(loaded.request_id)
         if ended.saved or ended.loaded or ended.recovered:
             self._report = self._report.aggregate(
-                PoolReport(ended.saved, ended.loaded, ended.recovered)
+                FerryReport(saved=ended.saved, loaded=ended.loaded, recovered=ended.recovered)
             )
         return results
 
@@ -174,12 +159,13 @@ class PoolWorker:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def take_report(self) -> PoolReport | None:
-        report, self._report = self._report, PoolReport()
-        return report if report != PoolReport() else None
+    def take_report(self) -> FerryReport:
+        report, self._report = self._report, FerryReport()
+        return report
 
-    def take_counts(self) -> dict[str, Any]:
-        return taken(self._rank.counters) if self._rank is not None else {}
+    def add_stats(self, stats: FerryStats) -> None:
+        if self._rank is not None:
+            stats.add_pool(self._rank.counters)
 
     def close(self) -> None:
         if self._rank is not None:
