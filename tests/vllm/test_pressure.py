@@ -137,7 +137,7 @@ def test_who_stands_still_gives_way(
     make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines hold a large prompt for each other: neither can load."""
-    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.2)
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 60.0)
     one, two = make("one"), make("two")
     for seed, engine in enumerate((one, two)):
         engine.add("p", prompt(seed, LARGE), 1, do_remote_decode=True)
@@ -146,6 +146,7 @@ def test_who_stands_still_gives_way(
     begun = time.monotonic()
     run(one, two, until=lambda: time.monotonic() > begun + 0.1)
     assert two.ferry.consuming.queueing  # there is no room for it
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.2)
     one.add("d", prompt(1, LARGE), TOKENS, **two.params["p"])
     run(one, two, until=lambda: "d" in one.ended and "d" in two.ended, seconds=10)
     assert one.tokens["d"] == expected(prompt(1, LARGE), TOKENS)
