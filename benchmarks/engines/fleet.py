@@ -83,6 +83,8 @@ class Engine:
         return str(self.arguments.get("kv_transfer_config", {}).get("kv_connector", ""))
 
     def start(self) -> None:
+        self.error, self.ready = "", {}
+        self._answers.clear()
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as out, theirs:
             self._process = subprocess.Popen(

@@ -48,7 +48,11 @@ class Master:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(self._listens)
+        try:
+            wait_until(self._listens)
+        except BaseException:
+            self._process.kill()
+            raise
 
     def _listens(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):

@@ -123,11 +123,11 @@ def run_demo(
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
+    _require_memory(work.src.pool_bytes(work.model) + work.dst.pool_bytes(work.model))
     with closing(Prefill(work)) as prefill, Crew(work, progress) as crew:
         crew.start(transport)
         prefill.introduce(crew.ask(crew.prefill, "describe"))
-        crew.ask(crew.decode, "fill")
-        crew.ask(crew.prefill, "fill")
+        crew.ask(crew.everyone, "fill")
         crew.ask(crew.prefill, "hold", prefill.tickets)
         begun = time.monotonic()
         params = [ticket.to_params() for ticket in prefill.tickets]  # as a router passes them on
@@ -269,7 +269,8 @@ class Crew:
                 member.pipe.send((name, arguments))
         by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
         answers: dict[Member, Any] = {}
-        done, total = 0, len(members) * len(self._work.requests)
+        reporting = self.prefill if name == "fill" else members  # decode ranks have no requests yet
+        done, total = 0, len(reporting) * len(self._work.requests)
         while len(answers) < len(members):
             # The pipe of a rank that has nothing to answer is ready only when the rank has ended.
             ready = wait(list(by_pipe), SILENCE_SECONDS)

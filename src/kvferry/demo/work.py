@@ -65,6 +65,18 @@ class DemoEngine:
     def blocks(self) -> int:
         return 1 + max(int(pool[-1]) for pool in self.pools)
 
+    def pool_bytes(self, model: CacheModel) -> int:
+        """Bytes of all blocks on all ranks."""
+        shape = self.shape
+        return sum(
+            len(pool)
+            * len(shape.layers(model, group, rank.pp))
+            * shape.entries(group)[0]
+            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
+            for rank in shape.ranks
+            for group, pool in zip(model.groups, self.pools, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoWork:

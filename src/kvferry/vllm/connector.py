@@ -302,12 +302,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _hear(self, handshakes: Iterable[FerryHandshake], *, alone: bool) -> None:
         """Workers' descriptions: when all are there, the engine is known."""
+        if self._described:
+            return
         for handshake in handshakes:
             rank = msgspec.msgpack.decode(handshake.rank, type=RankInfo)
             self._told[rank.pp_rank, rank.tp_rank] = handshake
         parallel = self._vllm_config.parallel_config
         expected = parallel.pipeline_parallel_size * cache_rank(parallel, 0, 0, 0).tp
-        if self._described or len(self._told) < expected:
+        if len(self._told) < expected:
             return
         told = [handshake for _, handshake in sorted(self._told.items())]
         engines = [msgspec.msgpack.decode(one.engine, type=EngineInfo) for one in told]

@@ -393,12 +393,14 @@ class Consuming:
                 found = self._ticket(named)
             except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
                 self._unfound.remove(named)
-                log.warning(
+                expected = isinstance(error, KvferryError)
+                log.log(
+                    logging.INFO if expected else logging.ERROR,
                     "the hold of %r at %s is not given back, and will expire: %s",
                     named.name,
                     named.place.address,
                     error,
-                    exc_info=None if isinstance(error, KvferryError) else error,
+                    exc_info=None if expected else error,
                 )
                 continue
             if found is not None:
