@@ -27,7 +27,9 @@ def demo(
     src: Annotated[str, typer.Option("--from", help="Source shape.")] = DEMO_FROM,
     dst: Annotated[str, typer.Option("--to", help="Destination shape.")] = DEMO_TO,
     requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
-    gib: Annotated[float, typer.Option(help="GiB to move; the default shapes take thrice as much memory.")] = 1.0,
+    gib: Annotated[
+        float, typer.Option(help="GiB to move; by default, in thrice as much memory.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     transport: Annotated[
         str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
