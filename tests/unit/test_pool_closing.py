@@ -149,3 +149,23 @@ def test_an_idle_step_waits_for_no_load_that_has_ended() -> None:
     made.wait_done(10.0)
     assert time.monotonic() - began < 5
     made.close()
+
+
+def test_an_end_that_was_taken_does_not_end_the_next_wait(monkeypatch: Any) -> None:
+    """An idle step would leave at once, and take the interpreter's lock from the load it began."""
+    store: Any = Slow()
+    ended = threading.Event()
+    saver, loader = Saver(store, PoolCounters(), ended), Loader(store, PoolCounters(), ended)
+    made = rank(store, saver, loader)
+    made._ended = ended
+    loader.start(LoadOrder("a", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    wait_until(lambda: not loader.running)
+    assert [loaded.request_id for loaded in made.take().loaded] == ["a"]
+    monkeypatch.setattr(loader, "_load", reading(store))
+    loader.start(LoadOrder("b", (), {}, (), 30.0), None)  # type: ignore[arg-type]
+    assert store.begun.wait(5)
+    began = time.monotonic()
+    made.wait_done(0.05)
+    assert time.monotonic() - began >= 0.05
+    store.go_on.set()
+    made.close()

@@ -101,6 +101,29 @@ def test_a_load_of_the_whole_prompt_saves_a_slow_step() -> None:
     assert engine.choice.why_not(320, size, 16) == "slower"
 
 
+def test_what_small_steps_take_is_not_forgotten_among_large_ones() -> None:
+    """Steps of 16 tokens take 28 ms here, as long as those of 900; then only prompts of 8,000
+    tokens come. The last block of a prompt that the engine has itself is still worth loading."""
+    engine = Engine(per_token=30e-6)
+    for number in range(100):
+        engine.fixed = 0.0275 if number == 3 else 0.0
+        engine.step(16 if number == 3 else 8192 - number)
+        engine.load(8192 * TOKEN_BYTES, 50e9)
+    assert engine.choice.steps.seconds(16) == pytest.approx(0.028, rel=0.01)
+    assert engine.choice.why_not(16, 16 * TOKEN_BYTES, 0) == ""
+    assert engine.choice.steps.seconds(8000) == pytest.approx(0.240, rel=0.05)
+    assert engine.choice.steps.seconds(32000) == pytest.approx(0.960, rel=0.05)
+
+
+def test_one_slow_step_counts_no_more_than_larger_ones() -> None:
+    engine = Engine()
+    for tokens in (2000, 4000, 8000, 1000, 3000):
+        engine.step(tokens)
+    engine.fixed = 5.0  # a kernel is compiled
+    engine.step(16)
+    assert engine.choice.steps.seconds(16) == pytest.approx(0.005 + 25e-6 * 1000, rel=0.05)
+
+
 def test_steps_that_are_sent_ahead_take_from_end_to_end() -> None:
     """With async scheduling a step waits for the one before it, which is not its own time."""
     engine = Engine()

@@ -9,7 +9,9 @@ Both costs are learned from what this engine does anyway, as `fixed + slope * si
   once, though the engine may hear of it when it has told the device of the next one, which takes a
   processor 30 ms where there are no CUDA graphs. A request needs one step in any case. After
   a load of the whole prompt that is a step of one token, which engines run much faster (as a CUDA
-  graph), so steps that decode are learned too. Attention makes later tokens of a long prompt
+  graph), so steps that decode are learned too. A step of 16 tokens may take as long as one of 500,
+  so what steps of each size took is remembered, however many of other sizes come after them; the
+  line is for sizes that were not seen. Attention makes later tokens of a long prompt
   dearer, and a prompt may need several steps: for long prompts the estimate is too low, which means
   that in doubt they are computed.
 - *loading*: the seconds of the slowest rank, by bytes over all ranks. Loads share a bus. A load
@@ -33,12 +35,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kvferry.costs import MOST, CostLine
 
 # For each request of a step, on average; a request that decodes has fewer. A step that prefills a
 # little and decodes much teaches nothing.
 PREFILL_TOKENS = 16
 MOST_STEPS = 64  # sent and not over
+MOST_OF_A_SIZE = 8  # steps that are remembered of each power of two of tokens
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
 REFIT_SECONDS = 0.25  # a fit takes 0.1 ms, and a request waits for it
 RETRY_SECONDS = 30.0  # without a load; then one is let through whatever it seems to cost
@@ -77,6 +82,7 @@ class StepCost:
         self._sent: deque[tuple[float, int, int]] = deque(maxlen=MOST_STEPS)
         self._last_end = -math.inf
         self._line = CostLine(refit_seconds=REFIT_SECONDS)
+        self._by_size: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds of prefills
         self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
@@ -91,9 +97,13 @@ class StepCost:
         now = self._clock()
         seconds = now - max(sent, self._last_end)
         self._last_end = now
+        if not 0 < seconds < math.inf:  # whatever the clock said
+            return
         if tokens >= PREFILL_TOKENS * requests:
             self._line.add(tokens, seconds, now)
-        elif tokens == requests and 0 < seconds < math.inf:
+            same = self._by_size.setdefault(tokens.bit_length(), deque(maxlen=MOST_OF_A_SIZE))
+            same.append((tokens, seconds))
+        elif tokens == requests:
             self._decode.append(seconds)
 
     def seconds(self, tokens: int) -> float | None:
@@ -101,10 +111,26 @@ class StepCost:
         fit = self._line.fit(self._clock())
         if fit is None:
             return None
-        prefill = fit.fixed + fit.slope * tokens
+        prefill = self._between(tokens)
+        if prefill is None:
+            prefill = fit.fixed + fit.slope * tokens
         if tokens > 1 or not self._decode:
             return prefill
         return min(prefill, statistics.median(self._decode))
+
+    def _between(self, tokens: int) -> float | None:
+        """By the steps that were a little smaller and a little larger; None: there were none."""
+        middles = [
+            [statistics.median(values) for values in zip(*same, strict=True)]
+            for _, same in sorted(self._by_size.items())
+        ]
+        sizes, seconds = np.array(middles).T
+        if not sizes[0] <= tokens <= sizes[-1]:
+            return None
+        # A step takes no longer than a larger one: so a first step, for which a kernel was
+        # compiled, does not count for long.
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        return float(np.interp(tokens, sizes, seconds))
 
 
 @dataclass(slots=True)

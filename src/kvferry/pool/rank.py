@@ -215,9 +215,9 @@ class PoolRank:
         long."""
         if self._loader.running or self._saver.running:
             self._ended.wait(seconds)
-            self._ended.clear()
 
     def take(self) -> Ended:
+        self._ended.clear()  # first: what ends from now on is taken now, or ends the next wait
         return Ended(
             self._saver.take_done(), self._loader.take_done(), self._loader.take_recovered()
         )
