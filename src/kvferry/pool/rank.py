@@ -570,19 +570,25 @@ class Loader:
         if not order.segments:
             raise KvferryError("the load has no segments")
         tables = [np.asarray(ids, dtype=np.int64) for ids in order.tables]
-        chunks = [c for s in order.segments for c in _cut(s, scope.plan(s.layout_id), self._pace)]
-        try:
-            for chunk in chunks:
-                read = partial(self._read, chunk, order.contents, tables, scope, deadline)
-                futures.append(self._crew.call(read))
-            seconds = max(0.0, deadline - time.monotonic())
-            wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
-        finally:
-            begun = [future for future in futures if not future.cancel()]
-            wait(begun)  # no byte of this load may be written after its end
-        ended = [future.result() for future in begun]
-        if len(begun) < len(futures):
-            raise KvferryError("the store had not begun all of it by the load's deadline")
+        reads = [
+            partial(self._read, chunk, order.contents, tables, scope, deadline)
+            for segment in order.segments
+            for chunk in _cut(segment, scope.plan(segment.layout_id), self._pace)
+        ]
+        if len(reads) == 1 and len(self._running) == 1:
+            ended = [reads[0]()]  # here: another thread would only have to be woken
+        else:
+            try:
+                for read in reads:
+                    futures.append(self._crew.call(read))
+                seconds = max(0.0, deadline - time.monotonic())
+                wait(futures, timeout=seconds, return_when=FIRST_EXCEPTION)
+            finally:
+                begun = [future for future in futures if not future.cancel()]
+                wait(begun)  # no byte of this load may be written after its end
+            ended = [future.result() for future in begun]
+            if len(begun) < len(futures):
+                raise KvferryError("the store had not begun all of it by the load's deadline")
         bad = sorted((b for c in ended for b in c.bad), key=lambda b: b[1])
         moved = sum(c.bytes for c in ended)
         if not bad:
