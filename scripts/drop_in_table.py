@@ -4,7 +4,7 @@ connectors that ours stand in for, and what becomes of it.
     python scripts/drop_in_table.py           write it into the page
     python scripts/drop_in_table.py --check   status 1 where the page says something else
 
-Keys and variables come from the code and from configuration_reference.py; the rest stands here.
+Keys and variables come from the code and from docs/configuration.md; the rest stands here.
 tests/vllm/test_drop_in_table.py compares all of it with the vLLM that is installed.
 """
 
@@ -201,7 +201,7 @@ def _keys(connector: str) -> dict[str, Row]:
     reference.their_keys()  # raises where sentences and code differ
     told = {
         name: _row(words)
-        for name, words in reference.THEIRS[connector].items()
+        for name, words in reference.sentences_of_theirs(connector).items()
         if name not in FORMER_KEYS
     }
     known = import_module("kvferry.vllm.pool.config")
@@ -215,12 +215,12 @@ def _keys(connector: str) -> dict[str, Row]:
 
 
 def _variable(name: str) -> Row:
-    words = reference.VARIABLES.get(name)
+    words = reference.sentences_of_variables().get(name)
     return _row(words) if words is not None else Row("no effect", UNREAD[name])
 
 
 def _row(words: str) -> Row:
-    """By how a sentence of configuration_reference.py begins."""
+    """By how a sentence of docs/configuration.md begins."""
     for start, became in (
         ("No effect", "no effect"),
         ("Not supported", "no effect"),

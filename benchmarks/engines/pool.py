@@ -5,7 +5,7 @@ Each engine gets several prompts of a length, one right after another, so that t
 while the next is computed. Then the engine's own prefix cache is emptied, and it gets the same
 prompts again. Engines take turns, a few prompts each, because a machine is not equally fast all the
 time; of the longest prompt, kvferry gets all in a row, and some again later. The cache holds little
-more than the longest prompt; one more engine with kvferry has a large one.
+more than the longest prompt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ from benchmarks.measuring import middle
 from benchmarks.report import Report, at_least, at_most
 from kvferry.errors import DescriptionError, KvferryError
 
-PLAIN, FERRY, LARGE, OFFLOAD = (
-    "no connector",
-    "kvferry",
-    "kvferry, large cache",
-    "OffloadingConnector",
-)
-SMALL_CACHE = 1.17  # of the longest prompt
-LARGE_CACHE = 2.5
+PLAIN, FERRY, OFFLOAD = "no connector", "kvferry", "OffloadingConnector"
+CACHE = 1.17  # of the longest prompt
 PROMPTS = (24, 12, 6)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
@@ -76,11 +70,9 @@ def plan_stores(fleet: Fleet, lengths: Sequence[int], free: float) -> tuple[dict
     """Bytes of each store, and how many of the longest prompt kvferry gets: as much as fits."""
     counts, longest = prompts_of(lengths), max(lengths)
     usual = sum(length * count for length, count in counts.items())
-    for large, many in ((True, MANY), (False, MANY), (False, 7), (False, counts[longest])):
+    for many in (MANY, 7, counts[longest]):
         tokens = {FERRY: usual + (many - counts[longest]) * longest}
         tokens[OFFLOAD] = counts[longest] * longest  # one length at a time: it keeps the latest
-        if large:
-            tokens[LARGE] = usual
         sizes = {who: int(count * fleet.token_bytes * ROOM) for who, count in tokens.items()}
         if sum(sizes.values()) <= free:
             return sizes, many
@@ -116,21 +108,16 @@ def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[
     stores = ", ".join(f"{who} {size / 1e9:.1f} GB" for who, size in sizes.items())
     report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
 
-    def ferry(who: str) -> dict[str, Any]:
-        return embedded(fleet.shared / who.replace(" ", "-").replace(",", ""), sizes[who])
-
     offload = {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": sizes[OFFLOAD]},
     }
-    small, large = int(max(lengths) * SMALL_CACHE), int(max(lengths) * LARGE_CACHE)
+    cache, ferry = int(max(lengths) * CACHE), embedded(fleet.shared / FERRY, sizes[FERRY])
     engines = [
-        fleet.engine(PLAIN, small),
-        fleet.engine(FERRY, small, transfer=ferry(FERRY)),
-        fleet.engine(OFFLOAD, small, transfer=offload),
+        fleet.engine(PLAIN, cache),
+        fleet.engine(FERRY, cache, transfer=ferry),
+        fleet.engine(OFFLOAD, cache, transfer=offload),
     ]
-    if LARGE in sizes:
-        engines.append(fleet.engine(LARGE, large, longest=small, transfer=ferry(LARGE)))
     return engines, many
 
 
@@ -152,10 +139,10 @@ class Pool:
             warm_up(each, min(self.lengths), self.report)
         for length, count in prompts_of(self.lengths).items():
             for turn in range(0, count, TURN_PROMPTS):
-                for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+                for who in (PLAIN, FERRY, OFFLOAD):
                     few = min(TURN_PROMPTS, count - turn)
                     self._turn(who, length, few, many, first=not turn)
-            for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+            for who in (PLAIN, FERRY, OFFLOAD):
                 if (who, length) in self.found and self.found[who, length].fresh:
                     self._show(who, length)
         pinned: dict[str, float] = {}
@@ -215,7 +202,7 @@ class Pool:
         self.report.row(
             table, who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None
         )
-        for who in (FERRY, LARGE, OFFLOAD):
+        for who in (FERRY, OFFLOAD):
             if who not in stats or (who, max(self.lengths)) not in self.found:
                 continue
             save, load = own_rates(stats[who])
@@ -244,10 +231,8 @@ class Pool:
             if theirs is not None and theirs.again:
                 first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
                 judge(at_most(f"{what}, first token beside {OFFLOAD}", first, most, "{:.1f} ms"))
-            for who in (FERRY, LARGE):
-                if (one := found.get((who, length))) is not None and one.fresh:
-                    slower = one.prefill / plain.prefill - 1
-                    judge(at_most(f"{what}, prefill with saves, {who}", slower, SLOWER, "{:+.1%}"))
+            slower = ours.prefill / plain.prefill - 1
+            judge(at_most(f"{what}, prefill with saves", slower, SLOWER, "{:+.1%}"))
             least, whole = min(one.external for one in ours.again), blocks_of(self.fleet, length)
             longest = length == max(self.lengths)
             row = len(ours.fresh) if longest else min(TURN_PROMPTS, len(ours.fresh))
