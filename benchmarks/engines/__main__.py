@@ -171,7 +171,6 @@ class Run:
                 connector=one.connector or None,
                 import_s=one.ready["import_seconds"],
                 build_s=round(one.ready["build_seconds"], 2),
-                connectors_own_s=round(one.ready["connector_seconds"], 3),
             )
 
     def end(self, engines: list[Engine]) -> None:

@@ -145,15 +145,7 @@ class Pool:
             for who in (PLAIN, FERRY, OFFLOAD):
                 if (who, length) in self.found and self.found[who, length].fresh:
                     self._show(who, length)
-        pinned: dict[str, float] = {}
-        stats: dict[str, dict[str, Any]] = {}
-        for who, engine in self.engines.items():
-            if not engine.error:
-                stats[who] = engine.call("stats")
-                if who == FERRY:
-                    pinned = engine.call("pinned")
-        if pinned:
-            self._rates(stats, pinned)
+        self._rates()
         self._judge()
 
     def _turn(self, who: str, length: int, few: int, many: int, *, first: bool) -> None:
@@ -196,26 +188,20 @@ class Pool:
             own_hit_ms=one.hit * 1e3,
         )
 
-    def _rates(self, stats: dict[str, dict[str, Any]], pinned: dict[str, float]) -> None:
-        """Rates by the connectors' own counters, and of loads as the scheduler sees them."""
-        table = "Rates, GB/s"
-        self.report.row(
-            table, who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None
-        )
+    def _rates(self) -> None:
+        """Loads of the longest prompts, from the order to the report, beside a pinned copy."""
+        ferry, longest = self.engines.get(FERRY), max(self.lengths)
+        if ferry is None or ferry.error:
+            return
+        limit, table = ferry.call("pinned"), "Loads, GB/s"
+        self.report.row(table, who="pinned copy", load=limit)
         for who in (FERRY, OFFLOAD):
-            if who not in stats or (who, max(self.lengths)) not in self.found:
-                continue
-            save, load = own_rates(stats[who])
-            seen = self.found[who, max(self.lengths)].rate(self.fleet.token_bytes)
-            counts = {"counts": stats[who].get("pool")}
-            self.report.row(table, counts, who=who, save=save, load=load, orders=seen)
-            if who == FERRY:
-                # most of a save crosses before its step ends, so it may be more than the bus gives
-                saved = ("save, from its step's end on", save, "out")
-                for what, rate, limit in (saved, ("load", seen, "in")):
-                    share = (rate or 0.0) / pinned[limit]
-                    bar = f"pool: {what}, of a pinned copy"
-                    self.report.judge(at_least(bar, share, RATE, "{:.0%}"))
+            if (who, longest) in self.found:
+                rate = self.found[who, longest].rate(self.fleet.token_bytes)
+                self.report.row(table, who=who, load=rate)
+                if who == FERRY:
+                    bar = "pool: load, of a pinned copy"
+                    self.report.judge(at_least(bar, rate / limit, RATE, "{:.0%}"))
 
     def _judge(self) -> None:
         found, judge = self.found, self.report.judge
@@ -291,38 +277,6 @@ def seeds_of(engine: Engine, length: int, first: int, count: int) -> list[int]:
         zlib.crc32(f"{engine.name} {length} {number}".encode())
         for number in range(first, first + count)
     ]
-
-
-def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
-    """GB/s of saves and loads in what the connector counted; None where it has no such count."""
-    if (values := stats.get("data")) and "vllm:kv_offload_store_bytes" in values:
-        told = {name: sum(by.values()) for name, by in values.items() if _numbers(by)}
-        return tuple(  # type: ignore[return-value]
-            told[f"vllm:kv_offload_{what}_bytes"] / told[f"vllm:kv_offload_{what}_time"] / 1e9
-            if told.get(f"vllm:kv_offload_{what}_time")
-            else None
-            for what in ("store", "load")
-        )
-    operations = stats.get("pool_operations", [])
-    save, load = (_half_rate(operations, name) for name in ("save_put", "load_get"))
-    return save, load
-
-
-def _half_rate(operations: list[dict[str, Any]], name: str) -> float | None:
-    """GB/s at which half of the bytes moved, or faster. A save's seconds count from the end of its
-    step, of which its thread hears late where the driver's queue was full, so sums say little."""
-    some = [one for one in operations if one["name"] == name and one["bytes"] and one["seconds"]]
-    some.sort(key=lambda one: one["bytes"] / one["seconds"])
-    half, passed = sum(one["bytes"] for one in some) / 2, 0
-    for one in some:
-        passed += one["bytes"]
-        if passed >= half:
-            return float(one["bytes"] / one["seconds"] / 1e9)
-    return None
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(x, int | float) for x in values.values())
 
 
 def blocks_of(fleet: Fleet, length: int) -> int:
