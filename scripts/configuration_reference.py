@@ -37,22 +37,17 @@ WHOSE = {
 
 
 def main() -> int:
-    return update(PAGE, tables(), __file__)
-
-
-def update(page: Path, makers: Mapping[str, Callable[[], str]], script: str) -> int:
-    """Write tables between their marks in a page; with `--check`, say whether they differ."""
-    said = page.read_text()
+    said = PAGE.read_text()
     text = said
-    for name, make in makers.items():
+    for name, make in tables().items():
         begin, end = BEGIN.format(name), END.format(name)
         head, rest = text.split(begin, 1)
         text = f"{head}{begin}\n{make()}\n{end}{rest.split(end, 1)[1]}"
     if "--check" not in sys.argv[1:]:
-        page.write_text(text)
+        PAGE.write_text(text)
         return 0
     if text != said:
-        print(f"{page} is not what the code says; run python {Path(script).name}")
+        print(f"{PAGE} is not what the code says; run python {Path(__file__).name}")
     return int(text != said)
 
 
@@ -103,15 +98,10 @@ def their_keys() -> str:
         "mooncake": config.IN_TREE["mooncake"].keys,
         "store": import_module("kvferry.vllm.pool.config").MOONCAKE_ONLY,
     }
-    for style, names in known.items():
-        require_same(style, names, sentences_of_theirs(style))
-    return table(("of", "key", "here"), rows_of("their-keys"))
-
-
-def sentences_of_theirs(style: str) -> dict[str, str]:
-    """What becomes of the keys of vLLM's own connectors of that style."""
     rows = rows_of("their-keys")
-    return {name.strip("`"): words for whose, name, words in rows if whose == WHOSE[style]}
+    for style, names in known.items():
+        require_same(style, names, [row[1].strip("`") for row in rows if row[0] == WHOSE[style]])
+    return table(("of", "key", "here"), rows)
 
 
 def carrier_options() -> str:
@@ -135,12 +125,9 @@ def carrier_options() -> str:
 def variables() -> str:
     pattern = re.compile(r'"((?:KVFERRY|VLLM|MOONCAKE|OTEL)_[A-Z][A-Z_]+)"')
     read = {name for file in SOURCES.rglob("*.py") for name in pattern.findall(file.read_text())}
-    require_same("variables", read | WITHOUT_EFFECT, sentences_of_variables())
-    return table(("variable", ""), rows_of("variables"))
-
-
-def sentences_of_variables() -> dict[str, str]:
-    return {name.strip("`"): words for name, words in rows_of("variables")}
+    rows = rows_of("variables")
+    require_same("variables", read | WITHOUT_EFFECT, [row[0].strip("`") for row in rows])
+    return table(("variable", ""), rows)
 
 
 def keys(name: str, known: Mapping[str, Any], expected: Mapping[str, str]) -> str:
