@@ -78,7 +78,6 @@ golden-plans: $(VENV)/.done  ## keep what `kvferry plan --json` says now; read t
 
 docs: $(VENV)/.docs  ## the site, in out/site; a link or an anchor that leads nowhere fails it
 	$(BIN)/python scripts/configuration_reference.py
-	$(BIN)/python scripts/drop_in_table.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/.docs: $(VENV)/.done

@@ -8,19 +8,15 @@ store itself, with its own index and eviction. Beside it:
 
     lru                 the least recently used block goes
     optimum             Belady's: the block whose next use is farthest goes, or never comes in
-
-`VARIANTS` and `BY_BLOCK` are policies that were tried and not taken, so that anyone can measure
-them again. Variants of ours run by the store's rules (`replay_rules`). Those that look at single
-blocks run in plain Python; each admits every block, and gives up the end of a request before its
-beginning where it has the choice.
+    S3-FIFO             a queue for newcomers, one for those that were used there, and ghosts
 
 `tune` chooses the policy's constants on the first half hour. Nothing after the first half is
-replayed until the choice is made. Candidates run by the store's rules, at four capacities. A
-candidate is admissible if it hits no less than LRU at any of them; of those, the one with the
-highest mean ratio to LRU is best. From the first value of every row of the grid on, one constant is
-moved at a time, in the grid's order, to its best value, and kept where nothing is better by
-`WORTH`, until a whole sweep changes nothing. Then the choice, its variants and the policies that
-look at single blocks are replayed over the whole trace.
+replayed until the choice is made. Candidates run by the store's rules (`replay_rules`), at four
+capacities. A candidate is admissible if it hits no less than LRU at any of them; of those, the one
+with the highest mean ratio to LRU is best. From the first value of every row of the grid on, one
+constant is moved at a time, in the grid's order, to its best value, and kept where nothing is
+better by `WORTH`, until a whole sweep changes nothing. Then the choice and the policies above are
+replayed over the whole trace.
 """
 
 from __future__ import annotations
@@ -30,12 +26,11 @@ import json
 import multiprocessing
 import os
 import time
-from collections import ChainMap, Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +43,19 @@ from kvferry.pool.embedded.arena import ALIGN
 from kvferry.pool.embedded.eviction import BAR_SECONDS, BATCH_SHARE, FEW_OBJECTS
 from kvferry.pool.embedded.policy import (
     LEARNED_FLOATS,
-    MOST_CLASSES,
     ConversationPolicy,
-    Floats,
     History,
     Tuning,
 )
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Ints, Outcome, Ranges
 
-MakePolicy = Callable[[History, Floats], ConversationPolicy]
-
 OBJECT_BYTES = 64  # a block's stand-in: with its header it takes one page of the arena
 NEVER = 1 << 60
-LONG_REQUEST_BLOCKS = 16
 CAPACITIES = (1000, 3000, 10_000, 30_000)
 WORTH = 0.002  # of the mean ratio to LRU: less is noise
 SWEEPS = 4
+OURS = "as it is"
 GRID: dict[str, tuple[float, ...]] = {
     "turn_classes": (1, 2, 4, 8),
     "unseen_tail": (0, 1, 2),
@@ -304,9 +295,7 @@ class _Kept:
         return new[better]
 
 
-def replay_rules(
-    trace: Trace, capacity: int, make_policy: MakePolicy = ConversationPolicy
-) -> Rates:
+def replay_rules(trace: Trace, capacity: int, tuning: Tuning | None = None) -> Rates:
     names, flat = np.unique(np.concatenate(trace.blocks), return_inverse=True)
     requests = np.split(flat, np.cumsum([len(blocks) for blocks in trace.blocks])[:-1])
     count = len(names)
@@ -319,7 +308,7 @@ def replay_rules(
         shared=np.zeros(count, dtype=np.uint16),
         klass=np.zeros(count, dtype=np.uint8),
     )
-    policy = make_policy(history, np.zeros(LEARNED_FLOATS))
+    policy = ConversationPolicy(history, np.zeros(LEARNED_FLOATS), tuning)
     policy.reset()
     store = _Kept(policy, count, capacity)
     seen = np.zeros(count, dtype=bool)
@@ -334,91 +323,7 @@ def replay_rules(
     return rates_of(trace, hits)
 
 
-# Policies that were not taken
-
-
-class NoShared(ConversationPolicy):
-    """Beginnings that conversations share are worth what their last conversation is."""
-
-    name = "no rate for shared beginnings"
-
-    def shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:
-        return np.zeros(len(rows))
-
-
-class SlowFade(ConversationPolicy):
-    """Shared beginnings fade with the inverse of their age."""
-
-    name = "shared beginnings fade hyperbolically"
-
-    def shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:
-        h, t = self.history, self.tuning
-        visits = h.shared[rows].astype(np.float64)
-        rate = visits / (np.maximum(now - h.first[rows], 0.0) + t.fade_s)
-        return np.asarray(rate / (1 + age * rate / t.patience))
-
-
-class ByLength(ConversationPolicy):
-    """Half as many classes by turns, each for short and for long requests."""
-
-    name = "classes by length as well"
-
-    def class_of(self, turn: int, blocks: int) -> int:
-        half = max(1, min(self.tuning.turn_classes, MOST_CLASSES) // 2)
-        return min(turn, half) - 1 + half * (blocks >= LONG_REQUEST_BLOCKS)
-
-
-VARIANTS: tuple[type[ConversationPolicy], ...] = (
-    ConversationPolicy,
-    NoShared,
-    SlowFade,
-    ByLength,
-)
-
-
-def replay_lfu(trace: Trace, capacity: int) -> Rates:
-    """The block that was used least often goes, the older one of equals."""
-    kept: dict[int, int] = {}
-    uses: Counter[int] = Counter()
-    levels: dict[int, OrderedDict[int, None]] = {}
-    hits = []
-    for blocks in trace.blocks:
-        hits.append(prefix_hits(blocks, kept))
-        for block in reversed(blocks):
-            uses[block] += 1
-            if block in kept:
-                del levels[kept[block]][block]
-            elif len(kept) >= capacity:
-                level = min(n for n, some in levels.items() if some)
-                victim, _ = levels[level].popitem(last=False)
-                del kept[victim]
-            kept[block] = uses[block]
-            levels.setdefault(uses[block], OrderedDict())[block] = None
-    return rates_of(trace, hits)
-
-
-def replay_segmented(trace: Trace, capacity: int, protected_share: float = 0.8) -> Rates:
-    """LRU in two segments: what is hit again is protected."""
-    probation: OrderedDict[int, None] = OrderedDict()
-    protected: OrderedDict[int, None] = OrderedDict()
-    both: ChainMap[int, None] = ChainMap(protected, probation)
-    most = int(capacity * protected_share)
-    hits = []
-    for blocks in trace.blocks:
-        hits.append(prefix_hits(blocks, both))
-        for block in reversed(blocks):
-            if block in protected:
-                protected.move_to_end(block)
-            elif block in probation:
-                del probation[block]
-                protected[block] = None
-                if len(protected) > most:
-                    probation[protected.popitem(last=False)[0]] = None
-            else:
-                probation[block] = None
-            while len(probation) + len(protected) > capacity:
-                (probation or protected).popitem(last=False)
-    return rates_of(trace, hits)
+# Another policy
 
 
 def replay_s3_fifo(trace: Trace, capacity: int, small_share: float = 0.1) -> Rates:
@@ -470,12 +375,7 @@ def replay_s3_fifo(trace: Trace, capacity: int, small_share: float = 0.1) -> Rat
     return rates_of(trace, hits)
 
 
-BY_BLOCK: dict[str, Callable[[Trace, int], Rates]] = {
-    "LRU": replay_lru,
-    "LFU": replay_lfu,
-    "segmented LRU": replay_segmented,
-    "S3-FIFO": replay_s3_fifo,
-}
+OTHERS: dict[str, Callable[[Trace, int], Rates]] = {"LRU": replay_lru, "S3-FIFO": replay_s3_fifo}
 
 
 # The choice of constants
@@ -525,10 +425,9 @@ def _begin(path: Path) -> None:
 
 
 def _replay(part: str, policy: str, tuning: Tuning, capacity: int) -> Rates:
-    if policy in BY_BLOCK:
-        return BY_BLOCK[policy](_traces[part], capacity)
-    (variant,) = (one for one in VARIANTS if one.name == policy)
-    return replay_rules(_traces[part], capacity, partial(variant, tuning=tuning))
+    if policy in OTHERS:
+        return OTHERS[policy](_traces[part], capacity)
+    return replay_rules(_traces[part], capacity, tuning)
 
 
 class _Search:
@@ -545,7 +444,7 @@ class _Search:
 
     def evaluate(self, tunings: list[Tuning]) -> list[tuple[float, ...]]:
         jobs = {
-            tuning: self.submit("first", ConversationPolicy.name, tuning)
+            tuning: self.submit("first", OURS, tuning)
             for tuning in tunings
             if tuning not in self._known
         }
@@ -598,8 +497,7 @@ def tune(path: Path, say: Callable[[str], None]) -> TuneResult:
             if tuning == before:
                 break
         say("the choice is made; now the whole trace")
-        names = [*(variant.name for variant in VARIANTS), *BY_BLOCK]
-        jobs = {name: search.submit("whole", name, tuning) for name in names}
+        jobs = {name: search.submit("whole", name, tuning) for name in (OURS, *OTHERS)}
         compared = []
         for name, of_capacity in jobs.items():
             rates = [job.result() for job in of_capacity]

@@ -32,8 +32,10 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,13 +63,14 @@ DECODE_TOKENS = 4
 MOST_TOKENS = 1900  # of a request that is decoded meanwhile
 BUSY_SECONDS = 0.5
 REST_SECONDS = 0.05  # what is left to do on either side belongs to the request
-FIGURES = {  # of a HandoverResult, by what it is called
-    "first token": "first_token_ms",
-    "P cpu": "prefill_cpu_ms",
-    "D cpu": "decode_cpu_ms",
-    "P step": "prefill_step_ms",
-    "D step": "decode_step_ms",
-    "gap": "gap_ms",
+# Of a HandoverResult, by what it is called; and how its samples become one figure.
+FIGURES: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
+    "first token": ("first_token_ms", statistics.median),
+    "P cpu": ("prefill_cpu_ms", statistics.mean),
+    "D cpu": ("decode_cpu_ms", statistics.mean),
+    "P step": ("prefill_step_ms", max),
+    "D step": ("decode_step_ms", max),
+    "gap": ("gap_ms", statistics.median),
 }
 app = Commands()
 
@@ -91,7 +94,7 @@ KINDS = (
         False,
         {"kv_connector": "MooncakeConnector"},
         {"mooncake_protocol": "tcp"},
-        True,
+        transfer_ids=True,
     ),
 )
 
@@ -149,15 +152,15 @@ def _compare(
     seeds = itertools.count(1)
     for number in range(WARM_UP + requests):
         for pair in pairs:
-            pair.measure(prompt(next(seeds), tokens))
+            pair.attempt(partial(pair.hand_over, prompt(next(seeds), tokens)))
             if number < WARM_UP:
-                pair.costs.clear()
+                pair.samples.clear()
     for pair in pairs:
         say(so_far(pair.result()))
     for _ in range(BUSY_ROUNDS):
         for pair in pairs:
             handed = [prompt(next(seeds), tokens) for _ in range(PER_BUSY_ROUND)]
-            pair.measure_stalls(handed, prompt(next(seeds), 32))
+            pair.attempt(partial(pair.hold_up, handed, prompt(next(seeds), 32)))
     return [pair.result() for pair in pairs]
 
 
@@ -183,7 +186,7 @@ def verdicts(results: Sequence[HandoverResult]) -> Iterator[Verdict]:
     ran = [one for one in results if not one.error]
     for ours in (one for one in ran if one.ours):
         for theirs in (one for one in ran if not one.ours):
-            for what, name in FIGURES.items():
+            for what, (name, _) in FIGURES.items():
                 most = getattr(theirs, name) * (1 + NOISE)
                 if "step" in what:
                     most = max(most, LEAST_STALL_MS)
@@ -193,7 +196,7 @@ def verdicts(results: Sequence[HandoverResult]) -> Iterator[Verdict]:
 
 def sheet(results: Sequence[HandoverResult]) -> TableSheet:
     rows = [
-        [one.name, *(f"{getattr(one, name):.1f}" for name in FIGURES.values()), f"{one.wrong}"]
+        [one.name, *(f"{getattr(one, name):.1f}" for name, _ in FIGURES.values()), f"{one.wrong}"]
         for one in results
         if not one.error
     ]
@@ -204,24 +207,6 @@ def sheet(results: Sequence[HandoverResult]) -> TableSheet:
 
 
 @dataclass(slots=True)
-class Cost:
-    """What one hand-over took."""
-
-    first_token_seconds: float
-    prefill_cpu_seconds: float
-    decode_cpu_seconds: float
-
-
-@dataclass(slots=True)
-class Stalls:
-    """Seconds that hand-overs held up another request."""
-
-    prefill_step: float  # the connector's longest in one step
-    decode_step: float
-    gaps: list[float]  # for each hand-over, the longest between two tokens on the decode engine
-
-
-@dataclass(slots=True)
 class Pair:
     kind: Kind
     prefill: Engine
@@ -229,8 +214,7 @@ class Pair:
     bootstrap: int
     prefill_times: Times
     decode_times: Times
-    costs: list[Cost] = field(default_factory=list)
-    stalls: list[Stalls] = field(default_factory=list)
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by field
     wrong: int = 0  # answers that differ from the prefill engine's own
     count: int = 0
     error: str = ""
@@ -261,30 +245,21 @@ class Pair:
         except (KvferryError, OSError, KeyError) as error:
             self.error = f"{type(error).__name__}: {error}"[-2000:]
 
-    def measure(self, asked: list[int]) -> None:
-        self.attempt(lambda: self.costs.append(self.hand_over(asked)))
-
-    def measure_stalls(self, prompts: list[list[int]], busy: list[int]) -> None:
-        self.attempt(lambda: self.stalls.append(self.hold_up(prompts, busy)))
+    def note(self, **seconds: float) -> None:
+        for name, value in seconds.items():
+            self.samples[f"{name}_ms"].append(value * 1e3)
 
     def result(self) -> HandoverResult:
         if self.error:
             return HandoverResult(self.kind.name, self.kind.ours, error=self.error)
-        gaps = [gap for one in self.stalls for gap in one.gaps]
-        return HandoverResult(
-            self.kind.name,
-            self.kind.ours,
-            len(self.costs),
-            statistics.median(cost.first_token_seconds for cost in self.costs) * 1e3,
-            statistics.mean(cost.prefill_cpu_seconds for cost in self.costs) * 1e3,
-            statistics.mean(cost.decode_cpu_seconds for cost in self.costs) * 1e3,
-            max((one.prefill_step for one in self.stalls), default=0.0) * 1e3,
-            max((one.decode_step for one in self.stalls), default=0.0) * 1e3,
-            statistics.median(gaps) * 1e3 if gaps else 0.0,
-            self.wrong,
-        )
+        count = len(self.samples["first_token_ms"])
+        figures: dict[str, Any] = {
+            name: one_of(self.samples[name] or [0.0]) for name, one_of in FIGURES.values()
+        }
+        return HandoverResult(self.kind.name, self.kind.ours, count, wrong=self.wrong, **figures)
 
-    def hand_over(self, asked: list[int]) -> Cost:
+    def hand_over(self, asked: list[int], *, alone: bool = True) -> None:
+        """Hand one prompt over. What it takes counts if the engines do nothing else."""
         self.count += 1
         name = f"xfer-{self.kind.name}-{self.count}"
         ticket: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -299,11 +274,14 @@ class Pair:
         times, tokens = stream(self.decode, asked, DECODE_TOKENS, params)
         time.sleep(REST_SECONDS)
         after = [cpu_seconds({engine.pid}) for engine in self.engines]
-        alone = self.prefill.complete(asked, max_tokens=DECODE_TOKENS)
-        self.wrong += tokens != alone["choices"][0]["token_ids"]
-        return Cost(times[0] - answered, after[0] - before[0], after[1] - before[1])
+        right = self.prefill.complete(asked, max_tokens=DECODE_TOKENS)
+        self.wrong += tokens != right["choices"][0]["token_ids"]
+        if alone:
+            prefill_cpu, decode_cpu = after[0] - before[0], after[1] - before[1]
+            first_token = times[0] - answered
+            self.note(first_token=first_token, prefill_cpu=prefill_cpu, decode_cpu=decode_cpu)
 
-    def hold_up(self, prompts: list[list[int]], busy: list[int]) -> Stalls:
+    def hold_up(self, prompts: list[list[int]], busy: list[int]) -> None:
         """Hand prompts over while both engines decode another request (`busy`), so that no step is
         empty."""
         times: dict[str, list[float]] = {}
@@ -322,9 +300,9 @@ class Pair:
             self.decode_times.clear()
             for asked in prompts:
                 begun = time.perf_counter()
-                self.hand_over(asked)
+                self.hand_over(asked, alone=False)
                 moments.append((begun, time.perf_counter()))
-            steps = self.prefill_times.longest(), self.decode_times.longest()
+            prefill_step, decode_step = self.prefill_times.longest(), self.decode_times.longest()
             if not all(thread.is_alive() for thread in threads):
                 raise TransferError("the other request ended before the hand-overs did")
         finally:
@@ -332,8 +310,9 @@ class Pair:
             for thread in threads:
                 thread.join()
         pairs = list(itertools.pairwise(times[self.decode.name]))
-        gaps = [max(b - a for a, b in pairs if b > start and a < end) for start, end in moments]
-        return Stalls(*steps, gaps)
+        self.note(prefill_step=prefill_step, decode_step=decode_step)
+        for start, end in moments:
+            self.note(gap=max(b - a for a, b in pairs if b > start and a < end))
 
 
 def stream(

@@ -11,7 +11,6 @@ shared machine what happens in one turn happens to both.
     memcpy          one memmove per range, over the same scatter, from one buffer to the other
     embedded        the embedded store, memory tier: checksums verified on every load
     embedded disk   its disk tier: objects come up from files (the page cache is warm)
-    file            plain files, written and read whole by one call per object, no checksum
     lmdb            the same bytes in LMDB, gathered and scattered by the same code
     mooncake        Mooncake Store through our `Store`
     mooncake direct its client with the same lists
@@ -22,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,7 +121,6 @@ def bandwidths(
             ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
             **_of_store("embedded", embedded, scatter),
             **_of_store("embedded disk", tiers, scatter),
-            **_files(disk / "files", scatter),
             **_lmdb(stack, memory / "lmdb", scatter),
             **_mooncake(stack, scatter, notes),
         }
@@ -253,27 +250,6 @@ def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Tim
         return timed(lambda: store.get(names, scatter.slices, later()), Outcome.DONE)
 
     return {(name, "save"): save, (name, "load"): load}
-
-
-def _files(directory: Path, scatter: _Scatter) -> dict[Contender, Timed]:
-    directory.mkdir()
-    staging = np.zeros(OBJECT_BYTES, dtype=np.uint8)
-    at = int(staging.ctypes.data) + scatter.offset
-    paths = [directory / str(n) for n in range(BATCH_OBJECTS)]
-
-    def save() -> None:
-        for path, src in zip(paths, scatter.src, strict=True):
-            copy_runs(src, at, scatter.length)
-            with path.open("wb", buffering=0) as file:
-                file.write(staging.data)
-
-    def load() -> None:
-        for path, dst in zip(paths, scatter.dst, strict=True):
-            with path.open("rb", buffering=0) as file:
-                os.preadv(file.fileno(), [staging.data], 0)
-            copy_runs(at, dst, scatter.length)
-
-    return {("file", "save"): lambda: _seconds(save), ("file", "load"): lambda: _seconds(load)}
 
 
 def _lmdb(

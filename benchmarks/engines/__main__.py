@@ -106,7 +106,7 @@ class Run:
         if "handover" not in parts:
             pairs = pairs[:2]
         self.start(pairs)
-        prefill, decode = self.pair(handover.PREFILL, handover.DECODE)
+        prefill, decode = map(self.engines.get, (handover.PREFILL, handover.DECODE))
         if "handover" in parts and prefill is not None:
             for one in pairs[1:]:
                 if one.name in self.engines and one.name != handover.SERVED:
@@ -115,15 +115,17 @@ class Run:
                 self.handover.beside_another(prefill, served, self.lengths)
         self.end(pairs[2:])
         their_prefill, their_decode = self.nixl()
-        if "handover" in parts:
-            if their_prefill is not None and their_decode is not None:
+        systems: list[tuple[str, Engine | None, Engine]] = []
+        if prefill is not None and decode is not None:
+            systems = [("kvferry", prefill, decode), ("one engine alone", None, decode)]
+        if their_prefill is not None and their_decode is not None:
+            systems.append(("NIXL", their_prefill, their_decode))
+            if "handover" in parts:
                 lengths = [one for one in self.lengths if one <= handover.NIXL_MOST_TOKENS]
                 self.handover.measure(their_prefill, their_decode, lengths)
+        if "handover" in parts:
             self.handover.judge()
-        if "stream" in parts and prefill is not None and decode is not None:
-            systems = [("kvferry", prefill, decode), ("one engine alone", None, decode)]
-            if their_prefill is not None and their_decode is not None:
-                systems.append(("NIXL", their_prefill, their_decode))
+        if "stream" in parts:
             self.stream(systems, rates)
         self.end(list(self.engines.values()))
 
@@ -144,7 +146,7 @@ class Run:
             self.report.failed("Hand-over", "NIXL", "nixl cannot be imported")
             return None, None
         self.start(handover.make_nixl(self.fleet, self.lengths))
-        return self.pair(handover.NIXL_PREFILL, handover.NIXL_DECODE)
+        return self.engines.get(handover.NIXL_PREFILL), self.engines.get(handover.NIXL_DECODE)
 
     def stream(self, systems: list[tuple[str, Engine | None, Engine]], rates: list[float]) -> None:
         longest = stream.LONGEST if self.fleet.gpu else max(self.lengths)
@@ -152,10 +154,6 @@ class Run:
         for who, prefill, decode in systems:
             points += stream.run(self.fleet, self.report, who, prefill, decode, rates, longest)
             stream.plot(points, self.out / "stream.svg")
-
-    def pair(self, *names: str) -> tuple[Engine | None, Engine | None]:
-        first, second = (self.engines.get(name) for name in names)
-        return first, second
 
     def start(self, engines: list[Engine]) -> None:
         if self.fleet.left < WORTH_SECONDS:
@@ -173,7 +171,6 @@ class Run:
                 connector=one.connector or None,
                 import_s=one.ready["import_seconds"],
                 build_s=round(one.ready["build_seconds"], 2),
-                connectors_own_s=round(one.ready["connector_seconds"], 3),
             )
 
     def end(self, engines: list[Engine]) -> None:

@@ -201,12 +201,11 @@ class Fleet:
         name: str,
         tokens: int,
         *,
-        longest: int = 0,
         block: int = 0,
         transfer: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> Engine:
-        """An engine with a cache of that many tokens; prompts may be `longest`."""
+        """An engine with a cache of that many tokens."""
         size = block or self.block
         blocks = -(-tokens // size) + 1  # vLLM keeps one block for itself
         arguments: dict[str, Any] = {
@@ -215,7 +214,7 @@ class Fleet:
             "dtype": "bfloat16" if self.gpu else "float32",
             "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
-            "max_model_len": longest or tokens,
+            "max_model_len": tokens,
             "max_num_seqs": 64,
             "block_size": size,
             "kv_cache_memory_bytes": blocks * size * self.token_bytes,

@@ -56,7 +56,6 @@ class Found:
     computing: float
     first: list[Answer] = field(default_factory=list)
     hits: list[Answer] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)  # the connector's own seconds for a transfer
 
     @property
     def first_token(self) -> float:
@@ -131,10 +130,7 @@ class Handover:
             if number:
                 handed = prefill.prefill(seed, length)
             decode.call("reset")
-            decode.call("stats")
             found.first.append(decode.ask(seed, length, 2, handed.params))
-            told = decode.call("stats")
-            found.own += told.get("transfer_seconds") or told.get("transfer_duration") or []
         found.hits = [decode.ask(seed, length, 2) for _ in range(rounds)]
         least = min(one.external for one in found.first)
         self.report.row(
@@ -143,7 +139,6 @@ class Handover:
                 "first_token_ms": [one.first_token * 1e3 for one in found.first],
                 "load_ms": [one.load * 1e3 for one in found.first],
                 "hit_ms": [one.first_token * 1e3 for one in found.hits],
-                "own_seconds": found.own,
             },
             engine=decode.name,
             tokens=length,
@@ -151,7 +146,6 @@ class Handover:
             first_token_ms=found.first_token * 1e3,
             first_of_all_ms=found.first[0].first_token * 1e3,
             load_ms=found.load * 1e3,
-            connectors_own_ms=middle(found.own) * 1e3 if found.own else None,
             local_hit_ms=found.hit * 1e3,
             loaded=f"{least / length:.1%}",
         )

@@ -5,7 +5,7 @@ Each engine gets several prompts of a length, one right after another, so that t
 while the next is computed. Then the engine's own prefix cache is emptied, and it gets the same
 prompts again. Engines take turns, a few prompts each, because a machine is not equally fast all the
 time; of the longest prompt, kvferry gets all in a row, and some again later. The cache holds little
-more than the longest prompt; one more engine with kvferry has a large one.
+more than the longest prompt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ from benchmarks.measuring import middle
 from benchmarks.report import Report, at_least, at_most
 from kvferry.errors import DescriptionError, KvferryError
 
-PLAIN, FERRY, LARGE, OFFLOAD = (
-    "no connector",
-    "kvferry",
-    "kvferry, large cache",
-    "OffloadingConnector",
-)
-SMALL_CACHE = 1.17  # of the longest prompt
-LARGE_CACHE = 2.5
+PLAIN, FERRY, OFFLOAD = "no connector", "kvferry", "OffloadingConnector"
+CACHE = 1.17  # of the longest prompt
 PROMPTS = (24, 12, 6)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
@@ -76,11 +70,9 @@ def plan_stores(fleet: Fleet, lengths: Sequence[int], free: float) -> tuple[dict
     """Bytes of each store, and how many of the longest prompt kvferry gets: as much as fits."""
     counts, longest = prompts_of(lengths), max(lengths)
     usual = sum(length * count for length, count in counts.items())
-    for large, many in ((True, MANY), (False, MANY), (False, 7), (False, counts[longest])):
+    for many in (MANY, 7, counts[longest]):
         tokens = {FERRY: usual + (many - counts[longest]) * longest}
         tokens[OFFLOAD] = counts[longest] * longest  # one length at a time: it keeps the latest
-        if large:
-            tokens[LARGE] = usual
         sizes = {who: int(count * fleet.token_bytes * ROOM) for who, count in tokens.items()}
         if sum(sizes.values()) <= free:
             return sizes, many
@@ -116,21 +108,16 @@ def make_engines(fleet: Fleet, lengths: Sequence[int], report: Report) -> tuple[
     stores = ", ".join(f"{who} {size / 1e9:.1f} GB" for who, size in sizes.items())
     report.say(f"stores: {stores}; {many} prompts of {max(lengths):,} tokens in a row")
 
-    def ferry(who: str) -> dict[str, Any]:
-        return embedded(fleet.shared / who.replace(" ", "-").replace(",", ""), sizes[who])
-
     offload = {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"cpu_bytes_to_use": sizes[OFFLOAD]},
     }
-    small, large = int(max(lengths) * SMALL_CACHE), int(max(lengths) * LARGE_CACHE)
+    cache, ferry = int(max(lengths) * CACHE), embedded(fleet.shared / FERRY, sizes[FERRY])
     engines = [
-        fleet.engine(PLAIN, small),
-        fleet.engine(FERRY, small, transfer=ferry(FERRY)),
-        fleet.engine(OFFLOAD, small, transfer=offload),
+        fleet.engine(PLAIN, cache),
+        fleet.engine(FERRY, cache, transfer=ferry),
+        fleet.engine(OFFLOAD, cache, transfer=offload),
     ]
-    if LARGE in sizes:
-        engines.append(fleet.engine(LARGE, large, longest=small, transfer=ferry(LARGE)))
     return engines, many
 
 
@@ -152,21 +139,13 @@ class Pool:
             warm_up(each, min(self.lengths), self.report)
         for length, count in prompts_of(self.lengths).items():
             for turn in range(0, count, TURN_PROMPTS):
-                for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+                for who in (PLAIN, FERRY, OFFLOAD):
                     few = min(TURN_PROMPTS, count - turn)
                     self._turn(who, length, few, many, first=not turn)
-            for who in (PLAIN, FERRY, OFFLOAD, LARGE):
+            for who in (PLAIN, FERRY, OFFLOAD):
                 if (who, length) in self.found and self.found[who, length].fresh:
                     self._show(who, length)
-        pinned: dict[str, float] = {}
-        stats: dict[str, dict[str, Any]] = {}
-        for who, engine in self.engines.items():
-            if not engine.error:
-                stats[who] = engine.call("stats")
-                if who == FERRY:
-                    pinned = engine.call("pinned")
-        if pinned:
-            self._rates(stats, pinned)
+        self._rates()
         self._judge()
 
     def _turn(self, who: str, length: int, few: int, many: int, *, first: bool) -> None:
@@ -209,26 +188,20 @@ class Pool:
             own_hit_ms=one.hit * 1e3,
         )
 
-    def _rates(self, stats: dict[str, dict[str, Any]], pinned: dict[str, float]) -> None:
-        """Rates by the connectors' own counters, and of loads as the scheduler sees them."""
-        table = "Rates, GB/s"
-        self.report.row(
-            table, who="pinned copy", save=pinned["out"], load=pinned["in"], orders=None
-        )
-        for who in (FERRY, LARGE, OFFLOAD):
-            if who not in stats or (who, max(self.lengths)) not in self.found:
-                continue
-            save, load = own_rates(stats[who])
-            seen = self.found[who, max(self.lengths)].rate(self.fleet.token_bytes)
-            counts = {"counts": stats[who].get("pool")}
-            self.report.row(table, counts, who=who, save=save, load=load, orders=seen)
-            if who == FERRY:
-                # most of a save crosses before its step ends, so it may be more than the bus gives
-                saved = ("save, from its step's end on", save, "out")
-                for what, rate, limit in (saved, ("load", seen, "in")):
-                    share = (rate or 0.0) / pinned[limit]
-                    bar = f"pool: {what}, of a pinned copy"
-                    self.report.judge(at_least(bar, share, RATE, "{:.0%}"))
+    def _rates(self) -> None:
+        """Loads of the longest prompts, from the order to the report, beside a pinned copy."""
+        ferry, longest = self.engines.get(FERRY), max(self.lengths)
+        if ferry is None or ferry.error:
+            return
+        limit, table = ferry.call("pinned"), "Loads, GB/s"
+        self.report.row(table, who="pinned copy", load=limit)
+        for who in (FERRY, OFFLOAD):
+            if (who, longest) in self.found:
+                rate = self.found[who, longest].rate(self.fleet.token_bytes)
+                self.report.row(table, who=who, load=rate)
+                if who == FERRY:
+                    bar = "pool: load, of a pinned copy"
+                    self.report.judge(at_least(bar, rate / limit, RATE, "{:.0%}"))
 
     def _judge(self) -> None:
         found, judge = self.found, self.report.judge
@@ -244,10 +217,8 @@ class Pool:
             if theirs is not None and theirs.again:
                 first, most = ours.from_pool * 1e3, theirs.from_pool * 1e3
                 judge(at_most(f"{what}, first token beside {OFFLOAD}", first, most, "{:.1f} ms"))
-            for who in (FERRY, LARGE):
-                if (one := found.get((who, length))) is not None and one.fresh:
-                    slower = one.prefill / plain.prefill - 1
-                    judge(at_most(f"{what}, prefill with saves, {who}", slower, SLOWER, "{:+.1%}"))
+            slower = ours.prefill / plain.prefill - 1
+            judge(at_most(f"{what}, prefill with saves", slower, SLOWER, "{:+.1%}"))
             least, whole = min(one.external for one in ours.again), blocks_of(self.fleet, length)
             longest = length == max(self.lengths)
             row = len(ours.fresh) if longest else min(TURN_PROMPTS, len(ours.fresh))
@@ -306,38 +277,6 @@ def seeds_of(engine: Engine, length: int, first: int, count: int) -> list[int]:
         zlib.crc32(f"{engine.name} {length} {number}".encode())
         for number in range(first, first + count)
     ]
-
-
-def own_rates(stats: dict[str, Any]) -> tuple[float | None, float | None]:
-    """GB/s of saves and loads in what the connector counted; None where it has no such count."""
-    if (values := stats.get("data")) and "vllm:kv_offload_store_bytes" in values:
-        told = {name: sum(by.values()) for name, by in values.items() if _numbers(by)}
-        return tuple(  # type: ignore[return-value]
-            told[f"vllm:kv_offload_{what}_bytes"] / told[f"vllm:kv_offload_{what}_time"] / 1e9
-            if told.get(f"vllm:kv_offload_{what}_time")
-            else None
-            for what in ("store", "load")
-        )
-    operations = stats.get("pool_operations", [])
-    save, load = (_half_rate(operations, name) for name in ("save_put", "load_get"))
-    return save, load
-
-
-def _half_rate(operations: list[dict[str, Any]], name: str) -> float | None:
-    """GB/s at which half of the bytes moved, or faster. A save's seconds count from the end of its
-    step, of which its thread hears late where the driver's queue was full, so sums say little."""
-    some = [one for one in operations if one["name"] == name and one["bytes"] and one["seconds"]]
-    some.sort(key=lambda one: one["bytes"] / one["seconds"])
-    half, passed = sum(one["bytes"] for one in some) / 2, 0
-    for one in some:
-        passed += one["bytes"]
-        if passed >= half:
-            return float(one["bytes"] / one["seconds"] / 1e9)
-    return None
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(x, int | float) for x in values.values())
 
 
 def blocks_of(fleet: Fleet, length: int) -> int:

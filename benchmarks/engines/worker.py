@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,10 +47,7 @@ class Worker:
         imported = time.monotonic()
         if transfer := arguments.pop("kv_transfer_config", None):
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
-        spent = time_connector()
-        self.told: list[dict[str, Any]] = []
-        args = EngineArgs(**arguments)
-        self.engine = LLMEngine.from_engine_args(args, stat_loggers=[stat_logger(self.told)])
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         built = time.monotonic()
         self.core = getattr(self.engine.engine_core, "engine_core", None)  # None: elsewhere
         self.vocabulary = self.engine.model_config.get_vocab_size()
@@ -59,11 +55,7 @@ class Worker:
         self.by_inner_id: dict[str, Request] = {}
         if self.core is not None and self.core.scheduler.connector is not None:
             self._watch_loads(self.core.scheduler.connector)
-        self.ready = {
-            "import_seconds": imported - began,
-            "build_seconds": built - imported,
-            "connector_seconds": spent[0],
-        }
+        self.ready = {"import_seconds": imported - began, "build_seconds": built - imported}
 
     def _watch_loads(self, connector: Any) -> None:
         """Note when a load is ordered and when the scheduler hears of its end. That means the same
@@ -178,33 +170,22 @@ class Worker:
             time.sleep(IDLE_SECONDS)
         return time.monotonic() - began
 
-    def stats(self, number: int) -> dict[str, Any]:
-        """The connector's own counts since the last call."""
-        total: dict[str, Any] = {}
-        for one in self.told:
-            add_up(total, one)
-        self.told.clear()
-        return total
-
-    def pinned(self, number: int) -> dict[str, float]:
-        """GB/s of plain copies between pinned host memory and the GPU; on the CPU, of a copy."""
+    def pinned(self, number: int) -> float:
+        """GB/s of a plain copy from pinned host memory to the GPU; on the CPU, of a copy."""
         import torch
 
         gpu = torch.cuda.is_available()
         size = PINNED_BYTES if gpu else PINNED_BYTES // 16
         host = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
         device = torch.empty(size, dtype=torch.uint8, device="cuda" if gpu else "cpu")
-        rates: dict[str, float] = {}
-        for name, to, of in (("in", device, host), ("out", host, device)):
-            seconds = []
-            for _ in range(PINNED_ROUNDS):
-                began = time.perf_counter()
-                to.copy_(of, non_blocking=True)
-                if gpu:
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - began)
-            rates[name] = size / min(seconds) / 1e9
-        return rates
+        seconds = []
+        for _ in range(PINNED_ROUNDS):
+            began = time.perf_counter()
+            device.copy_(host, non_blocking=True)
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return size / min(seconds) / 1e9
 
 
 class Request:
@@ -212,72 +193,6 @@ class Request:
 
     def __init__(self, number: int, record: dict[str, Any]) -> None:
         self.number, self.record, self.inner_id = number, record, ""
-
-
-def time_connector() -> list[float]:
-    """A list whose one entry grows by the seconds that the connector takes of the start: its
-    import, its constructors, and its calls before the first step."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    spent, depth = [0.0], [0]
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            depth[0] += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                depth[0] -= 1
-                if not depth[0]:
-                    spent[0] += time.monotonic() - began
-
-        return run
-
-    find = timed(KVConnectorFactory.get_connector_class.__func__)
-    create = timed(KVConnectorFactory.create_connector.__func__)
-
-    def create_timed(*args: Any, **kwargs: Any) -> Any:
-        made = create(*args, **kwargs)
-        for name in ("register_kv_caches", "get_handshake_metadata", "bind_gpu_block_pool"):
-            setattr(made, name, timed(getattr(made, name)))
-        return made
-
-    KVConnectorFactory.create_connector = classmethod(create_timed)
-    KVConnectorFactory.get_connector_class = classmethod(find)
-    return spent
-
-
-def stat_logger(told: list[dict[str, Any]]) -> Any:
-    """A logger for vLLM that keeps what its connector counts."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Kept(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-            if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
-                told.append(scheduler_stats.kv_connector_stats)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Kept
-
-
-def add_up(total: dict[str, Any], new: dict[str, Any]) -> None:
-    """Numbers add up, lists grow, and of the rest the last counts. Keys become texts."""
-    for key, value in new.items():
-        name = str(key)
-        if isinstance(value, dict):
-            add_up(total.setdefault(name, {}), value)
-        elif isinstance(value, list):
-            total[name] = total.get(name, []) + value
-        elif isinstance(value, int | float):
-            total[name] = total.get(name, 0) + value
-        else:
-            total[name] = value
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from kvferry.carriers.cuda.driver import CudaStream, device
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, DeviceMemory
 from kvferry.errors import TransferError
 
+COLD_CHUNKS = 64  # of 4 MiB, each stream its own
 PATTERN_BYTES = (64 << 20) - 4096 * 7 - 16  # no power of two: blocks at equal strides differ
 
 
@@ -89,14 +90,14 @@ class Owner:
         self._agent.register_memory([(a, n, 0, "") for a, n in self._areas], mem_type="VRAM")
         return {"metadata": self._agent.get_agent_metadata().hex()}
 
-    def stream(self, port: int, streams: int, size: int, chunks: int) -> dict[str, Any]:
-        """Send host memory over plain connections, as fast as they go: so many chunks in turn."""
+    def stream(self, port: int, streams: int, size: int) -> dict[str, Any]:
+        """Send host memory that no cache holds over plain connections, as fast as they go."""
 
         def send(_: int) -> None:
-            memory = np.ones((chunks, CHUNK_BYTES), dtype=np.uint8)
+            memory = np.ones((COLD_CHUNKS, CHUNK_BYTES), dtype=np.uint8)
             with socket.create_connection(("127.0.0.1", port)) as sock:
                 for number in range(size // CHUNK_BYTES):
-                    sock.sendall(memory[number % chunks].data)
+                    sock.sendall(memory[number % COLD_CHUNKS].data)
 
         with ThreadPoolExecutor(streams) as threads:
             list(threads.map(send, range(streams)))

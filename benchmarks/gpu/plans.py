@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole plans on one GPU: Llama 70B from tp 4 to tp 8, all ranks' caches in its memory.
 
-The owner's process holds the four source ranks, this one the eight destinations. For each form:
-
-    direct          strided runs, one read for each edge; all binding is done by this one process
-    rank            what one destination rank does, alone: its own edge
-    direct, arrays  the same as three arrays of single copies
-
-`plan` is made once for a pair of engines and kept; `bind` is paid by every request. A sample of
-bytes is compared with the source by arithmetic of its own.
+The owner's process holds the four source ranks, this one the eight destinations. *direct*: strided
+runs, one read for each edge; all binding is done by this one process. *one rank alone*: its own
+edge. A plan is made once for a pair of engines and kept; binding is paid by every request. A sample
+of bytes is compared with the source by arithmetic of its own.
 """
 
 from __future__ import annotations
@@ -17,20 +13,21 @@ import time
 from collections.abc import Callable
 from ctypes import c_size_t, c_uint64
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.bench import download, soon
+from benchmarks.gpu.bench import GB, download, of, soon, yes
 from benchmarks.gpu.owner import Remote
+from benchmarks.report import Report
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda.carrier import CudaCarrier, CudaPeer
 from kvferry.carriers.cuda.driver import Device, device, driver
 from kvferry.layout.hf import load_model
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape
-from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
+from kvferry.plan import Bound, EdgePlan, bind, plan_pair
 from kvferry.plan.assign import Edge
+from kvferry.units import show_bytes
 
 MODEL, LAYERS, HEADS, HEAD_BYTES, BLOCK = "llama-3.1-70b", 80, 8, 512, 16
 SOURCES, DESTINATIONS = 4, 8
@@ -63,7 +60,7 @@ class Setup:
         )
 
 
-def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
+def measure(owner: Remote, report: Report, peak: float, order: str, tokens: int) -> None:
     model = load_model(MODEL)
     src = EngineShape.parse(f"tp={SOURCES},block={BLOCK},order={order}")
     dst = EngineShape.parse(f"tp={DESTINATIONS},block={BLOCK},order={order}")
@@ -90,35 +87,34 @@ def measure(owner: Remote, order: str, tokens: int) -> dict[str, Any]:
     setup = Setup(order, tokens, plans, ids[0], ids[1], answer["addresses"], bases, carrier, peer)
     bound = [setup.bind(*edge) for edge in plans]
     total, copies = sum(one.bytes for one in bound), sum(one.descriptors for one in bound)
-    result: dict[str, Any] = {
-        "order": order,
-        "tokens": tokens,
-        "gb": total / 1e9,
-        "copies": copies,
-        "run_bytes": total // copies,
-        "plan_ms": 1e3 * plan_seconds,
-    }
     clear(on, bases, sizes[1])
-    result["direct"] = times(lambda: direct(setup), total)
-    result["right"] = right(setup, on)
-    result["rank"] = times(lambda: direct(setup, 1), total // len(plans))
-    if copies <= 6 << 20:
-        clear(on, bases, sizes[1])
-        result["arrays"] = times(lambda: arrays(setup), total)
-        result["arrays_right"] = right(setup, on)
+    seconds, bind_share = median_run(lambda: direct(setup))
+    is_right = right(setup, on)
+    alone, alone_share = median_run(lambda: direct(setup, 1))
+    report.row(
+        "Whole plans, Llama 70B, 80 layers, tp 4 to tp 8, all twelve ranks on this GPU",
+        order_and_length=f"{order}, {tokens >> 10}k tokens",
+        GB=f"{total / GB:.2f}",
+        copies=f"{copies:,} x {show_bytes(total // copies)}",
+        plan_ms_once=1e3 * plan_seconds,
+        direct_ms=f"{1e3 * seconds:.2f}",
+        GB_s_of_peak=of(total / seconds, peak / 2, GB),
+        bindings_share=f"{bind_share:.0%}",
+        one_rank_alone_ms_binding=f"{1e3 * alone:.2f} ({alone_share:.0%})",
+        right=yes(is_right),
+    )
     carrier.close()
     with on.current():
         for base in bases:
             on.free(base)
     owner.ask("release")
-    return result
 
 
-def times(task: Callable[[], tuple[float, float]], total: int) -> dict[str, float]:
-    """The median run, after one that warms up. A run tells its seconds, and those of binding."""
+def median_run(task: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of the median run after one that warms up, and what share of them was binding."""
     task()
     seconds, bound = sorted(task() for _ in range(REPEATS))[REPEATS // 2]
-    return {"ms": 1e3 * seconds, "gb_s": total / seconds / 1e9, "bind_share": bound / seconds}
+    return seconds, bound / seconds
 
 
 def direct(setup: Setup, edges: int | None = None) -> tuple[float, float]:
@@ -131,16 +127,6 @@ def direct(setup: Setup, edges: int | None = None) -> tuple[float, float]:
         transfers += [setup.carrier.read(setup.peer, batch) for batch in bound.batches]
     for transfer in transfers:
         transfer.wait(soon())
-    return time.perf_counter() - begin, bound_seconds
-
-
-def arrays(setup: Setup) -> tuple[float, float]:
-    begin, bound_seconds = time.perf_counter(), 0.0
-    for bound in [setup.bind(*edge) for edge in setup.plans]:
-        started = time.perf_counter()
-        copies: Copies = bound.copies()
-        bound_seconds += time.perf_counter() - started
-        setup.carrier.read(setup.peer, copies).wait(soon())
     return time.perf_counter() - begin, bound_seconds
 
 

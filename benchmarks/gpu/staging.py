@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory over tcp on loopback: beside plain sockets, and pinned copies across the bus.
 
-The sockets send from and receive into rings of buffers like those that staging uses, so that what
-differs is all that staging does; and from memory that no cache holds, as a device's bytes are in
-none when they have crossed the bus.
+The sockets send from memory that no cache holds, as a device's bytes are in none when they have
+crossed the bus, and receive into rings of buffers like those that staging uses. So what differs is
+all that staging does.
 """
 
 from __future__ import annotations
@@ -11,68 +11,76 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.bench import GB, Bench, first, soon
+from benchmarks.gpu.bench import GB, Bench, device_seconds, first, of, soon
 from benchmarks.gpu.owner import Remote
 from benchmarks.measuring import median_seconds
+from benchmarks.report import Report
 from kvferry.carriers.cuda.staging import CHUNK_BYTES, RING_CHUNKS
 from kvferry.carriers.tcp.carrier import STAGED_STREAMS_PER_TRANSFER
-from kvferry.copies import Copies
+from kvferry.copies import Copies, Ints
+from kvferry.units import show_bytes
 
 RUNS = (512, 8 << 10, 64 << 10)
 TRANSFERS = (1, 2, 4)
 ROUNDS = 5
-COLD_CHUNKS = 64  # of 4 MiB, each stream its own
 TOTAL_BYTES = 1 << 30
 
 
-def staging(bench: Bench) -> dict[str, Any]:
+def staging(bench: Bench, report: Report) -> None:
     """Device memory over tcp, and every limit that it could meet."""
-    found: dict[str, Any] = {"cpus": os.cpu_count()}
     with bench.on.current():
-        pinned = bench.on.pinned(TOTAL_BYTES)
-    at = pinned.ctypes.data
-    out = bench.device_seconds(lambda: bench.stream.copy(at, bench.here, TOTAL_BYTES), 3)
-    back = bench.device_seconds(lambda: bench.stream.copy(bench.here, at, TOTAL_BYTES), 3)
-    found["pinned_out_gb_s"] = TOTAL_BYTES / out / GB
-    found["pinned_in_gb_s"] = TOTAL_BYTES / back / GB
-    with bench.on.current():
+        at = bench.on.pinned(TOTAL_BYTES).ctypes.data
+        out, back = (
+            TOTAL_BYTES / device_seconds(bench.stream, partial(bench.stream.copy, *ends), 3)
+            for ends in ((at, bench.here, TOTAL_BYTES), (bench.here, at, TOTAL_BYTES))
+        )
         bench.on.free_pinned(at)
+    limits = {"pinned copy, out": out, "pinned copy, in": back}
+    plain: dict[int, float] = {}
     for transfers in TRANSFERS:
         streams = transfers * STAGED_STREAMS_PER_TRANSFER
-        for name, chunks in (("socket", RING_CHUNKS), ("cold", COLD_CHUNKS)):
-            rates = [sockets(bench.owner, streams, chunks) for _ in range(ROUNDS)]
-            found[f"{name}_{transfers}_gb_s"] = float(np.median(rates)) / GB
-    found["rows"] = [_row(bench, run) for run in RUNS]
-    return found
+        rates = [sockets(bench.owner, streams) for _ in range(ROUNDS)]
+        plain[transfers] = limits[f"plain sockets, {streams} streams"] = float(np.median(rates))
+    for name, rate in limits.items():
+        report.row(f"Staging's limits, {os.cpu_count()} cores", limit=name, GB_s=rate / GB)
+    for run in RUNS:
+        some = first(bench.arrays(run), TOTAL_BYTES // run)
+        total = len(some) * run
+        tcp = {transfers: _tcp_rate(bench, some, transfers, total) for transfers in TRANSFERS}
+        report.row(
+            "Staging over `tcp`, four streams a transfer, GB/s; in brackets: of its limits",
+            run=show_bytes(run),
+            gather=of(total / _drained(bench.memory.outgoing, some), out, GB),
+            scatter=of(total / _drained(bench.memory.incoming, some), back, GB),
+            tcp_1_at_a_time=of(tcp[1], plain[1], GB),
+            tcp_2_at_a_time=of(tcp[2], plain[2], GB),
+            tcp_4_at_a_time=of(tcp[4], plain[4], GB),
+            best_of_pinned=f"{max(tcp.values()) / min(out, back):.0%}",
+        )
 
 
-def _row(bench: Bench, run: int) -> dict[str, Any]:
-    arrays = bench.arrays(run)
-    count = min(len(arrays), TOTAL_BYTES // run)
-    some = first(arrays, count)
-    total = count * run
-    row: dict[str, Any] = {"bytes": run}
-    for name, chunks in (("gather", bench.memory.outgoing), ("scatter", bench.memory.incoming)):
+def _drained(chunks: Callable[[Ints, Ints], Iterable[object]], some: Copies) -> float:
+    """Seconds to gather or scatter all chunks, without a connection."""
 
-        def drain() -> None:
-            for _ in chunks(some.dst, some.length):  # noqa: B023, called at once
-                pass
+    def drain() -> None:
+        for _ in chunks(some.dst, some.length):
+            pass
 
-        row[f"{name}_gb_s"] = total / median_seconds(drain, 3) / GB
-    for transfers in TRANSFERS:
-        parts = [
-            Copies(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
-            for i in range(transfers)
-        ]
-        seconds = median_seconds(partial(together, bench, parts), ROUNDS)
-        row[f"tcp_{transfers}_gb_s"] = total / seconds / GB
-    return row
+    return median_seconds(drain, 3)
+
+
+def _tcp_rate(bench: Bench, some: Copies, transfers: int, total: int) -> float:
+    parts = [
+        Copies(some.src[i::transfers], some.dst[i::transfers], some.length[i::transfers])
+        for i in range(transfers)
+    ]
+    return total / median_seconds(partial(together, bench, parts), ROUNDS)
 
 
 def together(bench: Bench, parts: list[Copies]) -> None:
@@ -82,13 +90,11 @@ def together(bench: Bench, parts: list[Copies]) -> None:
         transfer.wait(soon())
 
 
-def sockets(owner: Remote, streams: int, chunks: int) -> float:
+def sockets(owner: Remote, streams: int) -> float:
     """Bytes a second over that many plain connections at once."""
     size = (2 << 30) // streams // CHUNK_BYTES * CHUNK_BYTES
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        owner.start(
-            "stream", port=listener.getsockname()[1], streams=streams, size=size, chunks=chunks
-        )
+        owner.start("stream", port=listener.getsockname()[1], streams=streams, size=size)
         accepted = [listener.accept()[0] for _ in range(streams)]
 
     def receive(sock: socket.socket) -> None:

@@ -57,14 +57,7 @@ from kvferry.simulate.engine import EngineRates
 from kvferry.simulate.run import Policy
 from router_process import RouterProcess
 from tiny_models import llama_config, make_model
-from vllm_engines import (
-    Engine,
-    events_of,
-    free_port,
-    nixl_environment,
-    open_log,
-    publish_events,
-)
+from vllm_engines import Engine, events_of, free_port, nixl_environment, open_log, publish_events
 from vllm_pairs import post, started
 
 LAYERS = 4
@@ -74,6 +67,7 @@ START_SECONDS = 60.0  # of a router
 IDLE_SECONDS = 3.0  # of looking
 RESET_SECONDS = 60.0  # for the blocks of ended requests to come back
 CONVERSATIONS, WARM_UP = 6, 3
+FERRY, NIXL = "FerryConnector", "NixlConnector"
 COMPUTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"}'
 
 
@@ -89,16 +83,10 @@ class Case:
 
 
 CASES = (
-    Case("kvferry, cost", "FerryConnector", ("--place=cost",), "cost"),
-    Case("kvferry, load", "FerryConnector", ("--place=load",), "least-loaded"),
-    Case(
-        "vllm-router, round_robin",
-        "FerryConnector",
-        ("--policy", "round_robin"),
-        "round-robin",
-        True,
-    ),
-    Case("vllm-router, cache_aware", "NixlConnector", ("--policy", "cache_aware"), None, True),
+    Case("kvferry, cost", FERRY, ("--place=cost",), "cost"),
+    Case("kvferry, load", FERRY, ("--place=load",), "least-loaded"),
+    Case("vllm-router, round_robin", FERRY, ("--policy=round_robin",), "round-robin", theirs=True),
+    Case("vllm-router, cache_aware", NIXL, ("--policy=cache_aware",), theirs=True),
 )
 
 
@@ -112,8 +100,7 @@ class RealResult:
     p99_ms: float
     per_second: float
     wrong: int
-    busy: float  # share of all processor time, while requests came at their times
-    others: float  # and what of it other programs had
+    others: float  # share of all processor time that other programs had meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +121,6 @@ class _Seen:
     prompt_tokens: int = 0
     wrong: int = 0
     rush_seconds: float = 0.0
-    busy: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
 
 
@@ -188,13 +174,12 @@ def _round(url: str, fleet: _Fleet, asks: Sequence[Ask], right: Sequence[str], s
     fleet.forget()
     before, shares = fleet.computed_tokens(), fleet.shares()
     told = asyncio.run(at_their_times(url, asks))
-    busy, others = shares.busy_and_others()
+    _, others = shares.busy_and_others()
     tokens = sum(len(ask.tokens) for ask in asks)
     seen.prompt_tokens += tokens
     seen.hit_tokens += tokens - (fleet.computed_tokens() - before)
     seen.told += told
     seen.wrong += sum(each.text != text for each, text in zip(told, right, strict=True))
-    seen.busy.append(busy)
     seen.others.append(others)
     fleet.forget()
     seen.rush_seconds += asyncio.run(one_after_another(url, asks))
@@ -211,7 +196,6 @@ def _result(name: str, seen: _Seen, requests: int) -> RealResult:
         percentile(first, 0.99),
         requests / seen.rush_seconds,
         seen.wrong,
-        statistics.fmean(seen.busy),
         statistics.fmean(seen.others),
     )
 
@@ -231,7 +215,6 @@ def tables(ran: RealRun) -> Shown:
         "p99 ms": "{r.p99_ms:.0f}",
         "requests a second": "{r.per_second:.2f}",
         "wrong": "{r.wrong}",
-        "busy": "{r.busy:.0%}",
         "others": "{r.others:.0%}",
     }
     beside = {
@@ -329,7 +312,7 @@ def _engine(connector: str, name: str, model: Path, folder: Path) -> Engine:
     made.arguments = ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
     made.arguments += ["--enable-prompt-tokens-details"]
     made.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
-    if connector == "NixlConnector":
+    if connector == NIXL:
         made.transfer = {"kv_connector": connector, "kv_buffer_device": "cpu"}
         made.transfer |= {"kv_connector_module_path": None}
         made.environment |= nixl_environment()

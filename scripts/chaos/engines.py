@@ -198,8 +198,8 @@ def belongings(group: int) -> tuple[int, int]:
     return threads, descriptors
 
 
-def play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bool]) -> None:
-    """Play these rounds, until `after` one of them says that it is enough."""
+def play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], None]) -> None:
+    """Play these rounds, and call `after` each of them with its fault."""
     from chaos.engine_faults import FAULTS
 
     folder = Path(tempfile.mkdtemp(prefix="kvferry-chaos-"))
@@ -218,8 +218,7 @@ def play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bo
             fault = names[number % len(names)]
             _round(pair, outcomes, fault, FAULTS[fault][1], number, rng)
             outcomes.played += 1
-            if not after(fault):
-                break
+            after(fault)
         pair.require_idle()
         pair.require_no_more_than_usual()
     finally:

@@ -1,11 +1,9 @@
-"""What came of the faults so far, and the file that it is kept in, so that a run can go on."""
+"""What came of the faults so far."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 class Broken(Exception):
@@ -14,11 +12,10 @@ class Broken(Exception):
 
 @dataclass
 class Outcomes:
-    """Counts by fault; `played` rounds of this seed are in them."""
+    """Counts by fault, of so many rounds as were `played`."""
 
     columns: tuple[str, ...]
     played: int = 0
-    seconds: float = 0.0
     table: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -37,31 +34,3 @@ class Outcomes:
             found = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
             said.append(f"failed by: {found}")
         return said
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A file of outcomes, by what was played."""
-
-    path: Path
-
-    def read(self, name: str, columns: tuple[str, ...]) -> Outcomes:
-        stored = json.loads(self.path.read_text()).get(name) if self.path.exists() else None
-        outcomes = Outcomes(columns)
-        if stored:
-            outcomes.played, outcomes.seconds = stored["played"], stored["seconds"]
-            outcomes.reasons.update(stored["reasons"])
-            for fault, counts in stored["table"].items():
-                outcomes.table[fault].update(counts)
-        return outcomes
-
-    def write(self, name: str, outcomes: Outcomes) -> None:
-        everything = json.loads(self.path.read_text()) if self.path.exists() else {}
-        everything[name] = {
-            "played": outcomes.played,
-            "seconds": outcomes.seconds,
-            "table": outcomes.table,
-            "reasons": outcomes.reasons,
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(everything, indent=1))

@@ -35,9 +35,9 @@ def play(
     seed: int,
     carrier: str,
     modes: tuple[str, str],
-    after: Callable[[str], bool],
+    after: Callable[[str], None],
 ) -> None:
-    """Play these rounds, until `after` one of them says that it is enough."""
+    """Play these rounds, and call `after` each of them with its fault."""
     world = World(carrier, modes)
     try:
         world.start()
@@ -46,8 +46,7 @@ def play(
             one = Round(world, outcomes, number, random.Random(f"{seed}-{number}"), FAULTS)
             one.run()
             outcomes.played += 1
-            if not after(one.fault):
-                break
+            after(one.fault)
         require_nothing_left(world)
     finally:
         world.close()

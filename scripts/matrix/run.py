@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from kvferry.errors import KvferryError
-from matrix.cases import Case, covering
+from matrix.cases import Case, covering, pairs
 from matrix.engines import run_case
-from matrix.page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "out" / "matrix"
 PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 NOT_RUN = ("bench/", "cli/", "router/", "carriers/cuda")  # by engines without a GPU
 
 console = Console()
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = "ok" if done[case.name]["ok"] else f"FAILED: {done[case.name]['error']}"
         console.print(f"{said} ({done[case.name]['seconds']:.0f} s)", highlight=False)
     if not chosen.only:
-        write_page(PAGE, every, done)
+        write_page(every, done)
     return 0 if all(done.get(case.name, {}).get("ok") for case in cases) else 1
 
 
@@ -85,3 +85,34 @@ def _run(case: Case, digest: str) -> dict[str, Any]:
         result["ok"], result["error"] = False, f"{type(error).__name__}: {error}"[:400]
     result["seconds"] = time.monotonic() - began
     return result
+
+
+def write_page(cases: Sequence[Case], results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the table in docs/compatibility.md."""
+    head, rest = PAGE.read_text().split(BEGIN, 1)
+    PAGE.write_text(f"{head}{BEGIN}\n{table(cases, results)}\n{END}{rest.split(END, 1)[1]}")
+
+
+def table(cases: Sequence[Case], results: Mapping[str, Mapping[str, Any]]) -> str:
+    ok = [case for case in cases if results.get(case.name, {}).get("ok")]
+    every = set().union(*(pairs(case) for case in cases))
+    shown = set().union(*(pairs(case) for case in ok)) if ok else set()
+    lines = [
+        f"{len(ok)} of {len(cases)} cases passed; {len(shown)} of {len(every)} pairs of values "
+        "were shown (`make matrix`).",
+        "",
+        "| model | prefill → decode | blocks | prefix on D | mode | carrier | style | result |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        result = results.get(case.name)
+        if result is None:
+            said = "not run"
+        else:
+            said = f"{result['shown']}" if result["ok"] else f"**failed**: {result['error'][:80]}"
+        blocks = f"{case.prefill_block or '·'} → {case.decode_block or '·'}"
+        lines.append(
+            f"| {case.architecture} | {case.prefill} → {case.decode} | {blocks} | {case.prefix} | "
+            f"{case.mode} | `{case.carrier}` | {case.style} | {said} |"
+        )
+    return "\n".join(lines)

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks import eviction, pool, stores
 from benchmarks.eviction import (
-    BY_BLOCK,
-    VARIANTS,
+    OTHERS,
     replay,
     replay_lru,
     replay_optimum,
@@ -34,7 +33,7 @@ def test_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {(b.store, b.op): b for b in bandwidth}
     assert set(rows) >= {
         ("memcpy", "load"),
-        *((s, op) for s in ("embedded", "embedded disk", "file") for op in ("save", "load")),
+        *((s, op) for s in ("embedded", "embedded disk") for op in ("save", "load")),
     }
     assert all(row.gb_s > 0 for row in rows.values())
     assert set(ratios) == {("embedded", "load")}
@@ -73,12 +72,8 @@ def test_targets_can_be_missed() -> None:
 def test_policies_that_were_not_taken() -> None:
     """All of them replay: none beats the optimum, all hit everything where there is room."""
     trace = synthetic_trace(300)
-    replays = [
-        *BY_BLOCK.values(),
-        *(lambda t, c, p=variant: replay_rules(t, c, p) for variant in VARIANTS),
-    ]
     best, everything = replay_optimum(trace, 150).whole, replay_lru(trace, 20_000)
-    for run in replays:
+    for run in (*OTHERS.values(), replay_rules):
         assert 0 < run(trace, 150).whole <= best
         assert run(trace, 20_000) == everything
 

@@ -194,8 +194,6 @@ def test_a_model_from_its_config(tmp_path: Path) -> None:
 def test_refusals() -> None:
     with pytest.raises(DescriptionError, match="local, tcp"):
         run_demo(transport="pigeon")
-    with pytest.raises(DescriptionError, match="memory"):
-        run_demo(min_bytes=1 << 50, requests=1 << 10)
     with pytest.raises(DescriptionError, match="opaque"):
         run_demo("demo", "tp=1,interior=opaque", "tp=1,interior=opaque", **SMALL)
     with pytest.raises(DescriptionError, match="names the group 'windoe'"):

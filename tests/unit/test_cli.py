@@ -49,7 +49,7 @@ def test_refusals_are_one_paragraph() -> None:
     [
         (["plan", "--from", "pp=81", "--to", "tp=1"], "pp=81 leaves stages without a layer"),
         (["plan", "--from", "tp=1", "--to", "tp=5000"], "has 5,000 ranks"),
-        (["demo", "--to", "tp=5000"], "the demo starts a process for each rank"),
+        (["demo", "--to", "tp=5000"], "has 5,000 ranks"),
         (["demo", "--from", "pp=9", "--to", "tp=1"], "leaves stages without a layer"),
     ],
 )

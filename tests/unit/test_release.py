@@ -62,4 +62,4 @@ def test_every_source_file_names_the_licence() -> None:
     files = [f for folder in ("src", "benchmarks") for f in (ROOT / folder).rglob("*.py")]
     assert len(files) > 100
     missing = [str(f.relative_to(ROOT)) for f in files if not f.read_text().startswith(line)]
-    assert not missing, f"run python scripts/licence_lines.py: {missing}"
+    assert not missing, f"expected {line!r} first in {missing}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,9 @@ from kvferry.plan import Copies, bind, uncovered
 from kvferry.verify import sweep
 from kvferry.verify.generate import KINDS, generate
 from kvferry.verify.oracle import FREE, GAP, NOTHING, CaseDict, Oracle, Worker
-from kvferry.verify.sweep import Corrupt, MismatchError, check, check_case, run
+from kvferry.verify.sweep import MismatchError, Product, check, check_case, run
 
+Corrupt = Callable[[Copies], Copies]
 SEED = 11
 PAIRS = 240
 
@@ -151,15 +153,22 @@ def swap_two(copies: Copies) -> Copies:
     return copies
 
 
+def change_copies(monkeypatch: pytest.MonkeyPatch, corrupt: Corrupt) -> None:
+    """Change what the product copies, before it is compared."""
+    right = Product.copies
+    monkeypatch.setattr(Product, "copies", lambda *args, **named: corrupt(right(*args, **named)))
+
+
 @pytest.mark.parametrize("corrupt", [lose_one, repeat_one, shorten_one, misread_one, swap_two])
-def test_a_wrong_copy_is_noticed(corrupt: Corrupt) -> None:
+def test_a_wrong_copy_is_noticed(corrupt: Corrupt, monkeypatch: pytest.MonkeyPatch) -> None:
     case = small_case({"order": "LBNHC", "tp": 2}, {})
     check_case(case)
+    change_copies(monkeypatch, corrupt)
     with pytest.raises(MismatchError, match="bytes"):
-        check_case(case, corrupt=corrupt)
+        check_case(case)
 
 
-def test_a_touched_byte_is_noticed() -> None:
+def test_a_touched_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def stray(copies: Copies) -> Copies:
         first = sweep.FIRST_ADDRESS["dst"]  # block 0: nobody's
         return Copies(
@@ -168,8 +177,9 @@ def test_a_touched_byte_is_noticed() -> None:
             np.append(copies.length, 1),
         )
 
+    change_copies(monkeypatch, stray)
     with pytest.raises(MismatchError, match="must not be"):
-        check_case(small_case({}, {}), corrupt=stray)
+        check_case(small_case({}, {}))
 
 
 def test_a_missing_refusal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ _QUIET_SECONDS = 3.0  # after which the router has closed connections to engines
 
 
 def play(
-    outcomes: Outcomes, rounds: range, seed: int, idle: int, after: Callable[[str], bool]
+    outcomes: Outcomes, rounds: range, seed: int, idle: int, after: Callable[[str], None]
 ) -> None:
     """Raises Broken. `idle`: connections of the crowd that is held afterwards; 0: none."""
     asyncio.run(_play(outcomes, rounds, seed, after))
@@ -41,7 +41,7 @@ def fault_of(seed: int, number: int) -> str:
     return order[at]
 
 
-async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], bool]) -> None:
+async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[str], None]) -> None:
     async with world() as made:
         await made.all_up()
         await _fly(made, [_warm_up(seed, n) for n in range(_WARM_UP_REQUESTS)])
@@ -53,8 +53,7 @@ async def _play(outcomes: Outcomes, rounds: range, seed: int, after: Callable[[s
             await _round(made, outcomes, seed, number, fault)
             outcomes.played += 1
             most_bytes = max(most_bytes, made.router.memory_bytes())
-            if not after(fault):
-                break
+            after(fault)
             if number % _SETTLE_EVERY == _SETTLE_EVERY - 1:
                 await made.all_up()
                 await made.settled(before)

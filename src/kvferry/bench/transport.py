@@ -8,17 +8,13 @@ of one buffer to random slots of the other. In the same run and on the same memo
     memcpy_gb_s          one long memcpy, one thread
     scatter_memcpy_gb_s  memcpy over the same scatter inside one process, at `SCATTER_BYTES` (or the
                          nearest size asked for); all sizes are in `results` as carrier "memcpy"
-    socket_gb_s          one TCP stream over loopback, `sendall` to `recv_into`, the whole buffer
+    socket_gb_s          one TCP stream over loopback
 
-Each number is the best of several rounds in which all take turns, because only such numbers can be
-compared on a shared machine. `of_baseline` is the ratio to memcpy over the same scatter (local), to
-the socket (tcp), or to the library as its own examples use it (mooncake, nixl), all at that size.
-memcpy has one thread; `local` uses two for a large transfer. `missing` has the carriers that are
-not installed, and `local` if the system makes it fall back to tcp, each with the reason. A named
-carrier that cannot be measured is an error.
-
-`python -m benchmarks.transport` in a checkout runs the same, and judges the carriers. Only it fills
-`paired` and `targets`.
+Each number is the best of several rounds in which all take turns. `of_baseline` is the ratio to
+memcpy over the same scatter (local), to the socket (tcp), or to the library as its own examples use
+it (mooncake, nixl). `missing` has the carriers that cannot be measured here, with the reason; if
+the user named the carrier, that is an error. Only `python -m benchmarks.transport` in a checkout
+fills `paired` and `targets`.
 """
 
 from __future__ import annotations
@@ -55,19 +51,9 @@ LEAST_ROUNDS = 8  # on a busy machine, the best of four varies by a quarter
 TAKE_BELOW_BYTES = 16 << 10  # below, a memmove per descriptor would measure Python
 BUFFER_BYTES = 256 << 20  # per side, more than the processor's caches
 MAX_DESCRIPTORS = 1 << 17
-# In one batch: what the slower movers move in about a tenth of a second.
-MOST_DESCRIPTORS = {
-    "mooncake": 1 << 11,
-    "raw-mooncake": 1 << 11,
-    "nixl": 1 << 15,
-    "raw-nixl": 1 << 15,
-}
-BASELINES = {
-    "local": "memcpy",
-    "tcp": "socket",
-    "mooncake": "raw-mooncake",
-    "nixl": "raw-nixl",
-}
+# In one batch, by library: what the slower movers move in about a tenth of a second.
+MOST_DESCRIPTORS = {"mooncake": 1 << 11, "nixl": 1 << 15}
+BASELINES = {"local": "memcpy", "tcp": "socket", "mooncake": "raw-mooncake", "nixl": "raw-nixl"}
 # Measured alone, because the progress threads of plain NIXL agents spin on both sides all the time.
 ALONE = ("raw-nixl",)
 GB = 1e9
@@ -222,7 +208,7 @@ class Bench:
     def _tasks(self, movers: Mapping[str, Mover], size: int) -> Tasks:
         tasks = {}
         for op, (name, mover) in itertools.product(OPS, movers.items()):
-            most = MOST_DESCRIPTORS.get(name, MAX_DESCRIPTORS)
+            most = MOST_DESCRIPTORS.get(mover.carrier.name, MAX_DESCRIPTORS)
             copies = self.copies(op, size, most, mover.address)
             tasks[name, op] = mover.prepare(op, copies), len(copies) * size
         return tasks

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvferry.bench.transport import TransportResult
 
 COLOURS = {
+    "memcpy": "#808080",
     "local": "#0072b2",
     "tcp": "#009e73",
     "mooncake": "#d55e00",
@@ -34,7 +35,6 @@ COLOURS = {
     "raw-mooncake": "#e69f00",
     "raw-nixl": "#8a63d2",
 }
-GREY = "#808080"
 bench = Commands(
     help="Measure planning, and carriers beside their libraries. A checkout of the repository has "
     "more: `python -m benchmarks.pool`, handover, stall and gpu.",
@@ -114,8 +114,7 @@ def plan_page(result: BenchResult) -> Page:
         [TableSheet("Cases", head, rows)],
         [
             f"{result.cases[0].name}: memory while binding "
-            f"{result.cases[0].peak_bytes_per_descriptor:.1f} bytes a descriptor (three integers "
-            "are 24)",
+            f"{result.cases[0].peak_bytes_per_descriptor:.1f} bytes a descriptor",
             f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
             f"{result.all_plans_ms:.1f} ms",
         ],
@@ -160,7 +159,7 @@ def transport_page(result: TransportResult) -> Page:
         "Carriers, beside their libraries",
         "Two processes on this machine, scattered descriptors, the best of several rounds in which "
         "all take turns. raw-mooncake and raw-nixl are the libraries called directly, with the "
-        "same batches. Dashed: limits of this machine in the same run.",
+        "same batches; memcpy is over the same scatter inside one process.",
         sheets,
         [f"not measured: {name}: {why}" for name, why in result.missing.items()],
         _transport_plots(result),
@@ -169,22 +168,13 @@ def transport_page(result: TransportResult) -> Page:
 
 def _transport_plots(result: TransportResult) -> list[tuple[str, str]]:
     """A plot for each direction."""
-    scattered = [(r.descriptor_bytes, r.gb_s) for r in result.results if r.op == "copy"]
-    limits = [
-        Curve("memcpy", GREY, [(size, result.memcpy_gb_s) for size, _ in scattered], "6 3"),
-        Curve("memcpy, scattered", GREY, scattered, "2 3"),
-        Curve(
-            "one socket", GREY, [(size, result.socket_gb_s) for size, _ in scattered], "10 3 2 3"
-        ),
-    ]
     plots = []
     for op in ("read", "write"):
         points: dict[str, list[tuple[float, float]]] = {}
         for row in result.results:
-            if row.op == op:
+            if row.op in (op, "copy"):
                 points.setdefault(row.carrier, []).append((row.descriptor_bytes, row.gb_s))
         curves = [Curve(name, COLOURS[name], found) for name, found in points.items()]
-        drawn = [*curves, *limits]
-        rates = plot(drawn, "bytes of a descriptor", "GB/s", show_bytes, log_x=True, log_y=True)
+        rates = plot(curves, "bytes of a descriptor", "GB/s", show_bytes, log_x=True, log_y=True)
         plots.append((f"{op.capitalize()}s", rates))
     return plots

@@ -28,7 +28,7 @@ def demo(
     dst: Annotated[str, typer.Option("--to", help="Destination shape.")] = DEMO_TO,
     requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
     gib: Annotated[
-        float, typer.Option(help="GiB to move; the default shapes need thrice as much memory.")
+        float, typer.Option(help="GiB to move; the default shapes take thrice as much memory.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     transport: Annotated[

@@ -12,8 +12,7 @@
 them, and which one it takes. It gets `Tried` objects in place of carriers.
 
 The exit status is 0 if everything required works: tcp on this host, and all that `--carriers`,
-`--options`, `--host` and `--peer` name. Optional parts that are missing are reported
-with advice.
+`--options`, `--host` and `--peer` name.
 """
 
 from __future__ import annotations
@@ -271,8 +270,6 @@ def read_text(path: Path) -> str:
 
 
 def permitted(settings: FerryConfig) -> Iterator[Finding]:
-    scope = read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
-    yield Finding("ptrace scope", "info", scope or "no Yama: nothing restricted")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield Finding("locked memory", "ok", "unlimited")

@@ -121,7 +121,7 @@ def _sweep(pairs: int, seed: int, processes: int, as_json: bool) -> bool:
 
     with Progress(console=err, transient=True) as bar:
         task = bar.add_task("pairs", total=pairs)
-        report = run(pairs, seed, processes, lambda done, _: bar.update(task, completed=done))
+        report = run(pairs, seed, processes, lambda done: bar.update(task, completed=done))
     if as_json:
         print_json(report.to_dict())
         return report.mismatches == 0

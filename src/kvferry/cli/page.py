@@ -18,7 +18,6 @@ from kvferry.cli.console import table
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
 TICKS = 5  # about so many on an axis that is not logarithmic
-MOST_DOTS = 20  # points of a line; with more, they are not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,6 @@ class Curve:
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
-    dash: str = ""  # an SVG dash pattern; such a line is a limit, drawn without points
 
 
 def plot(
@@ -133,15 +131,7 @@ def plot(
     for index, line in enumerate(series):
         placed = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        look = f'fill="none" stroke="{line.colour}"'
-        if line.dash:
-            look += f' stroke-width="1.5" stroke-dasharray="{line.dash}"'
-        else:
-            look += ' stroke-width="2.5"'
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>'
-                for x, y in (placed if len(placed) <= MOST_DOTS else ())
-            ]
+        look = f'fill="none" stroke="{line.colour}" stroke-width="2.5"'
         parts.append(f'<polyline points="{path}" {look}/>')
         left, at = WIDTH - MARGIN + 16, MARGIN + 20 * index
         parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{at}" y2="{at}" {look}/>')

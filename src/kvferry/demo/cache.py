@@ -39,6 +39,7 @@ class View:
     order, as unsigned words of one size.
     """
 
+    number: tuple[int, int]  # of the group in its model, and of the component in the group
     group: Group
     component: Component
     layers: tuple[int, ...]
@@ -53,11 +54,8 @@ class View:
     def write(
         self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None
     ) -> None:
-        """Write blocks `ids`.
-
-        `entries` (blocks x tiles x slots) are of the request and component that `key` names. Every
-        byte of an empty slot becomes `empty`. Without entries, all slots are empty.
-        """
+        """Write blocks `ids`. `entries` (blocks x tiles x slots) are of the request and component
+        that `key` names. Every byte of an empty slot becomes `empty`. Without entries, all are."""
         for some, values in self._expected(ids, empty, key, entries):
             self.array[:, some] = values
 
@@ -113,6 +111,7 @@ def make_views(model: CacheModel, layout: RankLayout, regions: Sequence[Bytes]) 
     views = []
     for part in layout.parts:
         group, layers = model.group(part.group), tuple(part.layers.tolist())
+        number = model.groups.index(group)
         if part.is_opaque:
             raise DescriptionError(
                 f"group {group.name!r}: the content of an opaque page is not known, so it "
@@ -136,7 +135,8 @@ def make_views(model: CacheModel, layout: RankLayout, regions: Sequence[Bytes]) 
                 (*outer_strides, p.unit_stride, *strides, 1),
             )
             word = next(size for size in (8, 4, 2, 1) if run_bytes % size == 0)
-            views.append(View(group, component, layers, p.units, array.view(f"u{word}")))
+            which = number, group.components.index(component)
+            views.append(View(which, group, component, layers, p.units, array.view(f"u{word}")))
     return views
 
 
@@ -193,10 +193,8 @@ def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
 def destination_extent(
     group: Group, src: EngineShape, dst: EngineShape, tokens: int, skip: int
 ) -> Extent:
-    """The entries that the destination should hold after a load.
-
-    It loads what it lacks, in whole blocks, as far as the source still has it.
-    """
+    """The entries that the destination should hold after a load: what it lacked, in whole blocks,
+    as far as the source still had it."""
     given = source_extent(group, src, tokens)
     if is_single(group):
         return given

@@ -16,7 +16,6 @@ idle while consumers load, because reading is one-sided.
 
 from __future__ import annotations
 
-import mmap
 import signal
 import time
 import traceback
@@ -62,7 +61,6 @@ from kvferry.net.rpc import Sockets
 LOOPBACK = "127.0.0.1"
 ON_GPU = "cuda"  # the carrier that moves only GPU memory
 PAGE_BYTES = 4096
-MAP_NORESERVE = 0x4000  # because unused blocks are never touched
 LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
 LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
 
@@ -123,7 +121,7 @@ def describe_engine(work: DemoWork, name: str, engine: DemoEngine) -> EngineInfo
 
 
 class RankMemory:
-    """All regions of a rank in one mapping, or in GPU memory with a copy on the host.
+    """All regions of a rank in one piece of host memory, or in GPU memory with a copy on the host.
 
     The demo writes and compares `bytes`. Carriers use `address`.
     """
@@ -132,8 +130,7 @@ class RankMemory:
         sizes = [-(-region.bytes // PAGE_BYTES) * PAGE_BYTES for region in layout.regions]
         starts = np.cumsum([0, *sizes], dtype=np.int64)
         total = max(int(starts[-1]), PAGE_BYTES)  # a stage may have no cache
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, total, flags=flags), dtype=np.uint8)
+        self.bytes: Bytes = np.zeros(total, dtype=np.uint8)
         self.regions = [
             self.bytes[start : start + region.bytes]
             for region, start in zip(layout.regions, starts[:-1].tolist(), strict=True)
@@ -194,15 +191,12 @@ class DemoRank:
         self.carriers = open_carriers(transport, self.memory)
         self.wakeup = Wakeup()
 
-    def group_of(self, view: View) -> int:
-        return self.work.model.groups.index(view.group)
-
     def table(self, view: View, request: DemoRequest) -> Ints:
-        return self.engine.tables[request.number][self.group_of(view)]
+        return self.engine.tables[request.number][view.number[0]]
 
     def blocks_but(self, view: View, used: Sequence[Ints]) -> Ints:
         """Ids of the null block and of all blocks of the view's group, except for these."""
-        pool = self.engine.pools[self.group_of(view)]
+        pool = self.engine.pools[view.number[0]]
         return np.setdiff1d(np.arange(pool[-1] + 1), np.concatenate([np.zeros(0, np.int64), *used]))
 
     def places(
@@ -215,8 +209,7 @@ class DemoRank:
 
     def key_of(self, request: DemoRequest, view: View) -> tuple[int, ...]:
         """The key of one component of one request."""
-        component = view.group.components.index(view.component)
-        return (self.work.seed, request.number, self.group_of(view), component)
+        return (self.work.seed, request.number, *view.number)
 
     def close(self) -> None:
         for carrier in self.carriers:
@@ -317,14 +310,14 @@ class DecodeRank(DemoRank):
                 )
                 ids, entries = self.places(view, request, extent, extent.first_loaded)
                 wrong += view.wrong(ids, 0, self.key_of(request, view), entries)
-                loaded[self.group_of(view)].append(ids)
+                loaded[view.number[0]].append(ids)
                 slot_bytes = len(view.layers) * view.units.size * view.component.unit_bytes
                 present = int(np.count_nonzero(entries != ABSENT))
                 arrived += present * slot_bytes
                 guarded += (entries.size - present) * slot_bytes
             self.report()
         for view in self.views:
-            sharing = loaded if work.dst.shape.overlay else [loaded[self.group_of(view)]]
+            sharing = loaded if work.dst.shape.overlay else [loaded[view.number[0]]]
             free = self.blocks_but(view, [ids for group in sharing for ids in group])
             wrong += view.wrong(free, CANARY)
             guarded += view.block_bytes * len(free)

@@ -26,7 +26,6 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
@@ -47,11 +46,8 @@ from kvferry.handover.ticket import Ticket, prompt_digest
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
-from kvferry.units import show_bytes
 
 TRANSPORTS = (AUTO, *CARRIERS)
-MOST_RANKS = 64  # of both engines
-MEMORY_PART = 0.8  # of the free memory that the demo may use
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
 FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is killed
 Progress = Callable[[str, int, int], None]  # a phase, requests that ranks have done in it, of all
@@ -113,17 +109,10 @@ def run_demo(
             f"transport must be one of {', '.join(TRANSPORTS)}, found {transport!r}"
         )
     started = time.monotonic()
-    _require_memory(2 * min_bytes)  # before block tables of that size are made
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
-    if (ranks := src.pp * src.tp + dst.pp * dst.tp) > MOST_RANKS:
-        raise DescriptionError(
-            f"the demo starts a process for each rank, and both shapes have {ranks:,}; give shapes "
-            f"with at most {MOST_RANKS} ranks together, or use `kvferry plan`"
-        )
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    _require_memory(work.src.pool_bytes(work.model) + work.dst.pool_bytes(work.model))
     with closing(Prefill(work)) as prefill, Crew(work, progress) as crew:
         crew.start(transport)
         prefill.introduce(crew.ask(crew.prefill, "describe"))
@@ -174,16 +163,6 @@ def _reached(transport: str, links: Sequence[tuple[str, str]]) -> tuple[str, str
         out = [f"{c.name}: {c.why_not}" for c in select([AUTO]) if c.why_not]
         reasons.append(f"not opened: {'; '.join(out)}")
     return " and ".join(ways), ". ".join(reasons)
-
-
-def _require_memory(needed: int) -> None:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    if needed > free * MEMORY_PART:
-        raise DescriptionError(
-            f"the two engines would need {show_bytes(needed)} of memory, and {show_bytes(free)} "
-            "are free; move fewer bytes, or choose shapes with fewer ranks"
-        )
 
 
 class Prefill:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 
@@ -20,7 +19,6 @@ from kvferry.plan.report import needed_bytes
 from kvferry.plan.tokens import moved
 
 Ints = NDArray[np.int64]
-Cost = Callable[[int, int], int]  # tokens, skip -> bytes that all destination ranks need
 
 DEMO_MODEL = "demo"
 # Few numbers divide each other: 12 heads over tp 2 and 3, blocks of 16 and 24 tokens, 7 layers over
@@ -31,7 +29,6 @@ DEMO_TO = "tp=3,block=24,order=LBHNC"
 SKIP_PART = 0.25  # share of requests with a prefix at the destination
 SPARE_PART = 0.05  # share of blocks that belong to no request, and must not change
 TOKENS_SPREAD = 1.0  # standard deviation of the logarithm of a request's length
-ROUNDS = 12  # attempts to scale requests to the wanted bytes
 
 
 def find_model(name: str) -> CacheModel:
@@ -65,18 +62,6 @@ class DemoEngine:
     def blocks(self) -> int:
         return 1 + max(int(pool[-1]) for pool in self.pools)
 
-    def pool_bytes(self, model: CacheModel) -> int:
-        """Bytes of all blocks on all ranks."""
-        shape = self.shape
-        return sum(
-            len(pool)
-            * len(shape.layers(model, group, rank.pp))
-            * shape.entries(group)[0]
-            * sum(shape.units(group, c, rank.tp).size * c.unit_bytes for c in group.components)
-            for rank in shape.ranks
-            for group, pool in zip(model.groups, self.pools, strict=True)
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoWork:
@@ -106,20 +91,25 @@ def make_work(
         raise DescriptionError(f"expected requests and bytes, found {requests=}, {min_bytes=}")
     for shape in (src, dst):
         shape.require_possible(model)
-    rng = np.random.default_rng(seed)
     pair = plan_pair(model, src, dst)
 
     def cost(tokens: int, skip: int) -> int:
+        """Bytes that all destination ranks need."""
         return sum(needed_bytes(pair, rank, tokens, skip) for rank in dst.ranks)
 
     align = lcm(
         *[block_span(g, dst) * g.tokens_per_entry for g in model.groups if not is_single(g)]
     )
     requests = max(1, min(requests, min_bytes // max(cost(1, 0), 1) + 1))
-    total = 0
+    median, total = 1.0, 0
     while total < min_bytes:
-        drawn, total = _draw(rng, requests, align, min_bytes, cost)
-        requests = requests * min_bytes // max(total, 1) + 1
+        rng = np.random.default_rng(seed)
+        drawn = _draw(rng, requests, median, align)
+        before, total = total, sum(cost(*one) for one in drawn)
+        if total == before:  # longer requests need no more
+            requests = requests * min_bytes // max(total, 1) + 1
+        else:
+            median *= 1.01 * min_bytes / max(total, 1)
     for tokens, skip in drawn:
         for group in model.groups:
             moved(group, src, dst, tokens, skip)  # raises if the source has dropped too much
@@ -130,23 +120,13 @@ def make_work(
 
 
 def _draw(
-    rng: np.random.Generator, requests: int, align: int, min_bytes: int, cost: Cost
-) -> tuple[list[tuple[int, int]], int]:
-    """Lengths and held prefixes, scaled until they move enough, or until scaling has no effect."""
-    weights = rng.lognormal(0.0, TOKENS_SPREAD, requests)
+    rng: np.random.Generator, requests: int, median: float, align: int
+) -> list[tuple[int, int]]:
+    """Lengths around a median, and prefixes that the destination holds."""
+    lengths = np.ceil(median * rng.lognormal(0.0, TOKENS_SPREAD, requests)).astype(np.int64)
     prefixes = np.where(rng.random(requests) < SKIP_PART, rng.random(requests), 0.0)
-    scale, before = 1.0, 0  # scale: tokens of a request of median length
-    for _ in range(ROUNDS):
-        lengths = np.maximum(1, np.ceil(weights * scale)).astype(np.int64)
-        skips = (prefixes * lengths).astype(np.int64) // align * align
-        skips = np.minimum(skips, (lengths - 1) // align * align)
-        drawn = list(zip(lengths.tolist(), skips.tolist(), strict=True))
-        total = sum(cost(*one) for one in drawn)
-        if total >= min_bytes or total == before:
-            break
-        before = total
-        scale *= 1.01 * min_bytes / max(total, 1)
-    return drawn, total
+    skips = np.minimum((prefixes * lengths).astype(np.int64), lengths - 1) // align * align
+    return list(zip(lengths.tolist(), skips.tolist(), strict=True))
 
 
 def _engine(

@@ -31,18 +31,7 @@ NON_DIVIDING_TP = ((2, 3), (2, 3), (3, 4), (3, 4), (4, 6), (2, 5), (3, 5), (3, 8
 DIVIDING_TP = ((1, 1), (1, 2), (2, 2), (2, 2), (2, 4), (1, 4), (4, 4), (3, 6), (2, 8), (1, 3))
 UNRELATED_BLOCKS = ((4, 6), (4, 6), (2, 3), (3, 5), (8, 12), (9, 6), (10, 4), (16, 24), (48, 32))
 TILED_BLOCKS = ((16, 48), (32, 48), (16, 24), (16, 16), (32, 16), (16, 12))  # for tiles of 16
-RELATED_BLOCKS = (
-    (4, 4),
-    (8, 8),
-    (2, 8),
-    (4, 8),
-    (16, 8),
-    (16, 16),
-    (1, 4),
-    (5, 5),
-    (6, 12),
-    (3, 6),
-)
+COMMON_BLOCKS = ((4, 4), (8, 8), (2, 8), (4, 8), (16, 8), (16, 16), (1, 4), (5, 5), (6, 12), (3, 6))
 NON_DIVIDING_SHARE = 0.42
 UNRELATED_SHARE = 0.42
 PP_BOTH_SHARE = 0.42
@@ -107,7 +96,7 @@ class _Generator:
         elif self.chance(0.5):
             pp = (pp[1], pp[0])
         blocks = self._either_way(
-            UNRELATED_BLOCKS if self.chance(UNRELATED_SHARE) else RELATED_BLOCKS
+            UNRELATED_BLOCKS if self.chance(UNRELATED_SHARE) else COMMON_BLOCKS
         )
         if kind == "amx":
             blocks = self._either_way(TILED_BLOCKS)

@@ -379,7 +379,6 @@ class CaseEngine:
     model: ModelDict
     side: SideDict
     groups: dict[str, GroupDict] = field(init=False)
-    _placings: dict[tuple[str, int, int], Placing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         absent = self.side["absent_roles"]
@@ -497,12 +496,6 @@ class CaseEngine:
 
     def placing(self, group: GroupDict, tp: int, entries: int) -> Placing:
         """Where a rank keeps the first `entries` entries of a sequence, counted one by one."""
-        key = (group["name"], tp % self.dcp(group), entries)
-        if key not in self._placings:
-            self._placings[key] = self._count(group, tp, entries)
-        return self._placings[key]
-
-    def _count(self, group: GroupDict, tp: int, entries: int) -> Placing:
         rows: list[tuple[int, int, int]] = []
         filled: dict[int, int] = {}
         ring = group["residency"]["kind"] == "ring"
@@ -538,11 +531,9 @@ class UnplaceableError(Exception):
 
 @dataclass
 class NumberedMemory:
-    """The maps of all ranks of an engine. Ranks of equal extent share a map."""
+    """The maps of all ranks of an engine."""
 
     engine: CaseEngine
-    _numbered: dict[tuple[str, tuple[int, ...]], list[Ints]] = field(default_factory=dict)
-    _regions: dict[tuple[object, ...], list[list[GroupView]]] = field(default_factory=dict)
 
     def extent(self, group: GroupDict, worker: Worker) -> tuple[int, ...]:
         """How many layers, and units of each component, a rank holds."""
@@ -551,12 +542,7 @@ class NumberedMemory:
 
     def numbered(self, group: GroupDict, worker: Worker) -> list[Ints]:
         """For each component, an array of the numbers of its bytes with all logical axes."""
-        key = (group["name"], self.extent(group, worker))
-        if key not in self._numbered:
-            self._numbered[key] = self._number(group, *key[1])
-        return self._numbered[key]
-
-    def _number(self, group: GroupDict, layers: int, *units: int) -> list[Ints]:
+        layers, *units = self.extent(group, worker)
         blocks, slots = self.engine.side["blocks"], self.engine.block_entries(group)
         arrays, first = [], 0
         for component, held in zip(group["components"], units, strict=True):
@@ -569,12 +555,6 @@ class NumberedMemory:
     def regions(self, worker: Worker) -> list[list[GroupView]]:
         """The regions of a rank in order, each with the maps of its groups."""
         present = [g for g in self.engine.groups.values() if self.engine.layers(g, worker.pp)]
-        key = tuple((g["name"], self.extent(g, worker)) for g in present)
-        if key not in self._regions:
-            self._regions[key] = self._make(present, worker)
-        return self._regions[key]
-
-    def _make(self, present: list[GroupDict], worker: Worker) -> list[list[GroupView]]:
         blocks, align = self.engine.side["blocks"], self.engine.shape["page_align"]
         sheets = {g["name"]: self._arrange(g, worker) for g in present}
         if not self.engine.shape["overlay"]:
