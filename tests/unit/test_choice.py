@@ -54,7 +54,7 @@ def engine(name: str, roles: frozenset[Role] = DECODE, **known: object) -> Engin
 
 
 def held(name: str, tokens: int, tier: Tier = "gpu") -> Holding:
-    return Holding(name, tokens, tier, estimated=False)
+    return Holding(name, tokens, tier)
 
 
 def placed(

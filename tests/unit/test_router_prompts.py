@@ -206,19 +206,6 @@ async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompt
     assert same(new, "hello", Namespace(lora="new")) and engine.asked("/v1/models") == 2
 
 
-def test_models_are_namespaces_where_there_are_several() -> None:
-    async def inside() -> None:
-        engine = Engine()
-        async with serving(engine) as client:
-            prompts = PromptChains(client, by_model=True)
-            for model, lora in (("base", ""), ("poet", "poet")):
-                chain = await ask(prompts, engine, prompt="hello", model=model)
-                assert same(chain, "hello", Namespace("base", lora))
-            await prompts.close()
-
-    asyncio.run(inside())
-
-
 @with_engine
 async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains) -> None:
     chains = await asyncio.gather(

@@ -214,11 +214,11 @@ class _Run:
 
         def policy(request: TraceRequest) -> SimulatedRequest:
             holdings = [
-                Holding(names[bit], count * block_tokens, "gpu", False)
+                Holding(names[bit], count * block_tokens, "gpu")
                 for bit, count in self._map.leading(request.blocks).items()
             ]
             if self._pool is not None and (count := self._pool.leading(request.blocks)):
-                holdings.append(Holding("pool", count * block_tokens, "pool", False))
+                holdings.append(Holding("", count * block_tokens, "pool"))
             prompt = PromptView(request.tokens, tuple(holdings))
             decision = place(prompt, [e.view() for e in self._engines], random, weights=weights)
             assert decision is not None

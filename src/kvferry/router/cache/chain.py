@@ -29,13 +29,12 @@ _TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 class Namespace:
     """Caches are shared only within one namespace; "" is the usual one."""
 
-    model: str = ""  # the base model, where engines of one router serve several
     lora: str = ""
     salt: str = ""  # a request's `cache_salt`
 
     @property
     def seed(self) -> Digest:
-        return hash((self.model, self.lora, self.salt))
+        return hash((self.lora, self.salt))
 
 
 class PromptChain:

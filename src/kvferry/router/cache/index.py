@@ -43,7 +43,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.errors import DescriptionError
 from kvferry.router.cache.chain import Digest, Namespace, PromptChain, extend, pack
 from kvferry.router.choice.model import Holding, Tier
 
@@ -67,7 +66,6 @@ _MOST_MASKS = 1 << 12
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
-_WORST: tuple[State, ...] = ("lost", "replaying", "estimated", "live")
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
@@ -106,27 +104,18 @@ Event = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Of one engine; counts since the router started."""
+    """Of one engine."""
 
     state: State
-    blocks: int  # that are known
+    blocks: int  # that the engine told of
     estimated_blocks: int
-    events: int = 0  # batches that were applied
-    lost_events: int = 0  # batches that could not be had
-    replays: int = 0
-    restarts: int = 0  # the engine's sequence began again
-    resets: int = 0  # the engine cleared its cache
-    garbage: int = 0  # frames and events that cannot be read
-    unplaced_blocks: int = 0  # whose parent is not known
-    forgotten_blocks: int = 0  # because the index was full
-    missed_blocks: int = 0  # that the engine did not have, against what it had told
+    lost_events: int  # batches that could not be had, since the router started
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """One group of one tier of one engine; to look a pool up, of all engines that tell of it."""
 
-    engine: str
     tier: Tier
     group: int
     block_tokens: int
@@ -152,14 +141,11 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Publisher:
-    """What is known of one publisher: an engine, or one data-parallel rank of it."""
+    """What is known of one engine."""
 
     engine: str
-    rank: int
-    model: str
-    pool: str
-    capacity_blocks: int
-    estimate_tokens: int  # in one block of an estimate
+    estimate_tokens: int = 16  # in one block of an estimate, until events tell the true size
+    capacity_blocks: int = 16_384  # of an estimate
     view: Literal["live", "estimated", "lost"] = "estimated"
     replaying: bool = False
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
@@ -167,15 +153,12 @@ class Publisher:
     copies: dict[tuple[int, Hash], int] = field(default_factory=dict)  # beyond the first, by slot
     estimates: dict[Digest, float] = field(default_factory=dict)  # and when they end; oldest first
     known_in_a_row: int = 0  # removals, while the view is "lost"
-    events: int = 0
-    lost_events: int = 0
-    replays: int = 0
-    restarts: int = 0
-    resets: int = 0
-    garbage: int = 0
-    unplaced: int = 0
-    forgotten: int = 0
-    missed: int = 0
+    # Since the router started:
+    events: int = 0  # batches that were applied
+    lost_events: int = 0  # batches that could not be had
+    restarts: int = 0  # the engine's sequence began again
+    garbage: int = 0  # frames and events that cannot be read
+    unplaced: int = 0  # blocks whose parent is not known
 
     @property
     def state(self) -> State:
@@ -192,15 +175,13 @@ class CacheIndex:
     def __init__(
         self, most_blocks: int = 2_000_000, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if most_blocks < 1:
-            raise DescriptionError(f"most_blocks must be 1 at least, not {most_blocks}")
         self.most_blocks = most_blocks
         self._clock = clock
         self._where: dict[Digest, int] = {}  # a digest, and the bits of the slots that hold it
         self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
-        self._parts: dict[tuple[str, int], Publisher] = {}
-        # Of a pool's name, a group and a block size: the bits of all engines that tell of it.
-        self._pools: dict[tuple[str, int, int], int] = {}
+        self._parts: dict[str, Publisher] = {}
+        # Of a group and a block size in the pool: the bits of all engines that tell of it.
+        self._pools: dict[tuple[int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
         self._used: set[Digest] = set()  # digests that were looked up
         self._forgotten: deque[tuple[int, list[Digest]]] = deque()  # bits, and where they may be
@@ -209,51 +190,32 @@ class CacheIndex:
 
     # Engines
 
-    def part(
-        self,
-        engine: str,
-        rank: int = 0,
-        *,
-        model: str = "",
-        pool: str = "pool",
-        block_tokens: int = 16,
-        capacity_blocks: int = 16_384,
-    ) -> Publisher:
-        """The part of one engine, made when it is first asked for.
-
-        model            the base model's name, where engines of one router serve several
-        pool             engines with the same word here read each other's pool blocks
-        block_tokens     of an estimate, until events tell the true size
-        capacity_blocks  of the engine's cache, which bounds an estimate
-        """
-        part = self._parts.get((engine, rank))
+    def part(self, engine: str) -> Publisher:
+        """The part of one engine, made when it is first asked for."""
+        part = self._parts.get(engine)
         if part is None:
-            part = Publisher(engine, rank, model, pool, capacity_blocks, block_tokens)
-            self._parts[engine, rank] = part
+            part = self._parts[engine] = Publisher(engine)
         return part
 
     def forget(self, engine: str) -> None:
         """An engine restarted or lost its cache: nothing of it is believed from now on."""
-        for part in self._of(engine):
-            self.forget_part(part)
+        if engine in self._parts:
+            self.forget_part(self._parts[engine])
 
     def emptied(self, engine: str) -> None:
         """An engine used nothing of what it was believed to hold. If it tells of its blocks, it
-        goes on to do so from where it is; a replay, which tells of earlier moments, goes on too.
-        An engine with several data-parallel ranks may have used another rank."""
-        parts = self._of(engine)
-        for part in parts if len(parts) == 1 else ():
-            if not part.replaying:
-                tells = part.view != "estimated"
-                self.forget_part(part)
-                if tells:
-                    self.incomplete(part)
+        goes on to do so from where it is; a replay, which tells of earlier moments, goes on too."""
+        part = self._parts.get(engine)
+        if part is not None and not part.replaying:
+            tells = part.view != "estimated"
+            self.forget_part(part)
+            if tells:
+                self.incomplete(part)
 
     def remove(self, engine: str) -> None:
         """An engine is gone for good."""
         self.forget(engine)
-        for part in self._of(engine):
-            del self._parts[part.engine, part.rank]
+        self._parts.pop(engine, None)
 
     def forget_part(self, part: Publisher) -> None:
         self._retire(part, list(part.slots))
@@ -262,9 +224,8 @@ class CacheIndex:
         self._drop_estimates(part, len(part.estimates))
 
     def state(self, engine: str) -> State:
-        """Of what is known of an engine; of data-parallel ranks the worst."""
-        states = [part.state for part in self._of(engine)]
-        return min(states, key=_WORST.index, default="estimated")
+        """Of what is known of an engine."""
+        return self._parts[engine].state if engine in self._parts else "estimated"
 
     def pooled(self) -> set[str]:
         """Engines that have told of a pool, which they read then."""
@@ -275,29 +236,14 @@ class CacheIndex:
         }
 
     def stats(self) -> dict[str, IndexStats]:
-        """By engine; data-parallel ranks together, with the state of the worst."""
+        """By engine."""
         result: dict[str, IndexStats] = {}
         now = self._clock()
-        for part in self._parts.values():
+        for engine, part in self._parts.items():
             ends = part.estimates
             ended = takewhile(lambda digest: ends[digest] <= now, ends)  # noqa: B023
             self._take_out(part, list(ended))
-        for engine in {part.engine for part in self._parts.values()}:
-            parts = self._of(engine)
-            result[engine] = IndexStats(
-                state=self.state(engine),
-                blocks=sum(part.known for part in parts),
-                estimated_blocks=sum(len(part.estimates) for part in parts),
-                events=sum(part.events for part in parts),
-                lost_events=sum(part.lost_events for part in parts),
-                replays=sum(part.replays for part in parts),
-                restarts=sum(part.restarts for part in parts),
-                resets=sum(part.resets for part in parts),
-                garbage=sum(part.garbage for part in parts),
-                unplaced_blocks=sum(part.unplaced for part in parts),
-                forgotten_blocks=sum(part.forgotten for part in parts),
-                missed_blocks=sum(part.missed for part in parts),
-            )
+            result[engine] = IndexStats(part.state, part.known, len(ends), part.lost_events)
         return result
 
     def __len__(self) -> int:
@@ -315,26 +261,25 @@ class CacheIndex:
         """The longest prefix of a prompt that each engine holds, in each tier that holds any.
 
         An engine computes at least the last token, so its own tiers never hold the whole prompt;
-        the pool may. Of data-parallel ranks the best one counts. An engine's estimate is named only
-        where it is longer than what the engine told.
+        the pool, which has no engine, may. An engine's estimate counts where it is longer than what
+        the engine told.
         """
         now, lengths = self._clock(), self._walk(chain)
         best: dict[tuple[str, Tier], Holding] = {}
 
-        def offer(engine: str, tier: Tier, tokens: int, estimated: bool = False) -> None:
+        def offer(engine: str, tier: Tier, tokens: int) -> None:
             known = best.get((engine, tier))
             if tokens > (known.tokens if known else 0):
-                best[engine, tier] = Holding(engine, tokens, tier, estimated)
+                best[engine, tier] = Holding(engine, tokens, tier)
 
         for part in self._parts.values():
             for tier in ("gpu", "cpu") if part.slots else ():
                 slots = [slot for slot in part.slots.values() if slot.tier == tier]
                 offer(part.engine, tier, self._length(chain, slots, lengths))
-        for part in self._parts.values():
             if part.estimates:
-                offer(part.engine, "gpu", _estimated(part, chain, now), estimated=True)
+                offer(part.engine, "gpu", _estimated(part, chain, now))
         for slots in self._pool_layouts():
-            offer(self._teller(chain, slots), "pool", self._length(chain, slots, lengths))
+            offer("", "pool", self._length(chain, slots, lengths))
         return list(best.values())
 
     def sent(self, engine: str, chain: PromptChain) -> None:
@@ -358,27 +303,24 @@ class CacheIndex:
         """An engine served a prompt and used only `cached_tokens` of what it was said to hold.
 
         What is beyond them is not believed any more. This is for requests that may use the cache.
-        An engine with several data-parallel ranks may have used another rank than the best.
         """
-        parts = self._of(engine)
-        if len(parts) > 1:
+        part = self._parts.get(engine)
+        if part is None:
             return
-        for part in parts:
-            slots = [slot for slot in part.slots.values() if slot.tier == "gpu"]
-            for slot in slots:
-                digests = chain.digests(slot.block_tokens)
-                for digest in digests[cached_tokens // slot.block_tokens :]:
-                    if self._where.get(digest, 0) & slot.bits:
-                        self._unset(digest, slot.bits)
-                        part.missed += 1
-            size = part.estimate_tokens
-            part.missed += self._take_out(part, chain.digests(size)[cached_tokens // size :])
+        for slot in part.slots.values():
+            size = slot.block_tokens
+            for digest in (
+                chain.digests(size)[cached_tokens // size :] if slot.tier == "gpu" else ()
+            ):
+                self._unset(digest, slot.bits)
+        size = part.estimate_tokens
+        self._take_out(part, chain.digests(size)[cached_tokens // size :])
 
     # What engines tell
 
     def told(self, part: Publisher, batch: Sequence[Event]) -> None:
         """Apply what one publisher told, in its order. One that was removed may still be read."""
-        if self._parts.get((part.engine, part.rank)) is not part:
+        if self._parts.get(part.engine) is not part:
             return
         part.events += 1
         for event in batch:
@@ -452,7 +394,7 @@ class CacheIndex:
             return known
         first = 0
         if parent is None:  # the salt is told with the first block
-            start: Digest | None = Namespace(part.model, event.lora_name or "", extras.salt).seed
+            start: Digest | None = Namespace(event.lora_name or "", extras.salt).seed
         else:
             start = blocks.get(parent)
         if start is None:
@@ -487,7 +429,7 @@ class CacheIndex:
                 if copies:
                     continue
                 # A block that one engine did not find in the pool is not there for any.
-                mask = self._unset(digest, self._shared_bits(part, slot))
+                mask = self._unset(digest, self._shared_bits(slot))
                 if not mask & self._bits_of(part, slot.block_tokens):
                     del blocks[name]
                     self._size -= 1
@@ -499,7 +441,6 @@ class CacheIndex:
     def _cleared(self, part: Publisher) -> None:
         """vLLM says this when it empties its own cache. The pool tells of itself. The CPU's tier
         does not tell when it is emptied too, so it is forgotten with the GPU's."""
-        part.resets += 1
         self._retire(part, [key for key in part.slots if key[0] != "pool"])
         self._drop_estimates(part, len(part.estimates))
         self.whole(part)
@@ -520,11 +461,10 @@ class CacheIndex:
                 self._retire(part, [(tier, group)])
             same = part.slots.get(("gpu", group))  # the pool's events do not tell the kind
             kind, window = (same.kind, same.window_tokens) if same is not None else (None, 0)
-            slot = Slot(part.engine, tier, group, size, self._new_bit(), kind, window)
+            slot = Slot(tier, group, size, self._new_bit(), kind, window)
             part.slots[tier, group] = slot
             if tier == "pool":
-                bits = self._pools.get((part.pool, group, size), 0) | slot.bits
-                self._pools[part.pool, group, size] = bits
+                self._pools[group, size] = self._pools.get((group, size), 0) | slot.bits
             self._plan_walks()
         if slot.block_tokens > size:
             return None
@@ -568,21 +508,21 @@ class CacheIndex:
         self._forgotten.append((gone, digests))
         self._plan_walks()
 
-    def _shared_bits(self, part: Publisher, slot: Slot) -> int:
+    def _shared_bits(self, slot: Slot) -> int:
         """A slot's bits; in a pool, those of all engines whose blocks are the same."""
         if slot.tier != "pool":
             return slot.bits
-        return self._pools.get((part.pool, slot.group, slot.block_tokens), 0)
+        return self._pools.get((slot.group, slot.block_tokens), 0)
 
     def _pool_layouts(self) -> list[list[Slot]]:
-        """The slots of each pool, once for each way in which engines cut it into blocks."""
+        """The slots of the pool, once for each way in which engines cut it into blocks."""
         layouts: dict[tuple[int, ...], list[Slot]] = {}
         if not self._pools:
             return []
         for part in self._parts.values():
             own = [slot for slot in part.slots.values() if slot.tier == "pool"]
             if own:
-                slots = [replace(slot, bits=self._shared_bits(part, slot)) for slot in own]
+                slots = [replace(slot, bits=self._shared_bits(slot)) for slot in own]
                 layouts[tuple(sorted(slot.bits for slot in slots))] = slots
         return list(layouts.values())
 
@@ -650,7 +590,6 @@ class CacheIndex:
                     for slot in slots:
                         part.copies.pop((slot.bits, name), None)
                     self._size -= 1
-                    part.forgotten += 1
                     count -= 1
 
     def _drop_estimates(self, part: Publisher, count: int) -> int:
@@ -742,19 +681,6 @@ class CacheIndex:
             else:
                 end, held = block, 0
         return end * size
-
-    def _teller(self, chain: PromptChain, slots: Sequence[Slot]) -> str:
-        """An engine that told of a prompt's first block in the pool."""
-        for slot in slots:
-            digests = chain.digests(slot.block_tokens)
-            bits = self._where.get(digests[0], 0) & slot.bits if digests else 0
-            for part in self._parts.values():
-                if any(own.bits & bits for own in part.slots.values()):
-                    return part.engine
-        return ""
-
-    def _of(self, engine: str) -> list[Publisher]:
-        return [part for part in self._parts.values() if part.engine == engine]
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:

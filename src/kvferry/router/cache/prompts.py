@@ -58,8 +58,6 @@ _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
 _RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
-_MOST_ENGINES = 1024
-_MOST_MODELS = 10_000
 _MOST_ANSWER_BYTES = 64 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -89,22 +87,16 @@ class PromptChains:
         seconds: float = 1.0,
         most_tokens: int = 8_000_000,
         most_asked: int = 64,
-        by_model: bool = False,
     ) -> None:
-        """`by_model`: engines of this router serve several base models, and their parts of the
-        index have the models' names.
-
-        most_tokens  of all prompts that are remembered, of about 8 bytes each
-        most_asked   prompts that are asked for at one time
-        """
+        """`most_tokens` are remembered, of all prompts, at about 8 bytes each; `most_asked` prompts
+        are asked for at one time."""
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self._transport = transport
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._most_tokens = most_tokens
         self._most_asked = most_asked
-        self._by_model = by_model
-        self._engines: OrderedDict[str, _Engine] = OrderedDict()
+        self._engines: dict[str, _Engine] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
         self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
@@ -127,18 +119,16 @@ class PromptChains:
             return self._without("unsupported")
         if not asked.supported:
             return self._without("unsupported")
-        if asked.token_ids is not None:
+        ids = asked.token_ids
+        if ids is not None and (namespace := self._engine(engine).namespace(asked)) is not None:
             # Not remembered: to find them again would take as long as to make the chain again.
-            namespace = self._known_namespace(self._engine(engine), asked)
-            if namespace is None:
-                return asked
             try:
-                chain = PromptChain(namespace, asked.token_ids)
+                chain = PromptChain(namespace, ids)
             except ValueError:
                 return self._without("unsupported")
             self.counts["ids"] += 1
             return chain
-        asked.key = asked.digest(engine if self._by_model else "")
+        asked.key = asked.digest()
         known = self._known.get(asked.key)
         if known is None:
             return asked
@@ -151,8 +141,7 @@ class PromptChains:
 
         headers  of the request; the engine may want its Authorization
         """
-        key = asked.key or asked.digest(engine if self._by_model else "")
-        until = asyncio.get_running_loop().time() + self._seconds
+        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
         while (shared := self._asking.get(key)) is not None:
             try:
                 found = await asyncio.shield(shared)
@@ -172,7 +161,7 @@ class PromptChains:
         # Not a task of its own: most prompts are asked for once.
         answer = self._asking[key] = asyncio.get_running_loop().create_future()
         try:
-            found = await self._find(key, engine, asked, authorization, until)
+            found = await self._find(engine, asked, authorization, until)
             answer.set_result(found)
             return found
         finally:
@@ -195,19 +184,18 @@ class PromptChains:
         engine = self._engines.get(url)
         if engine is None:
             engine = self._engines[url] = _Engine(url)
-            if len(self._engines) > _MOST_ENGINES:
-                self._engines.popitem(last=False)
         return engine
 
     async def _find(
-        self, key: bytes, url: str, asked: AskedPrompt, headers: Headers, until: float
+        self, url: str, asked: AskedPrompt, headers: Headers, until: float
     ) -> PromptChain | None:
         engine = self._engine(url)
         how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
         try:
-            namespace = self._known_namespace(engine, asked)
+            namespace = engine.namespace(asked)
             if namespace is None:
-                namespace = await self._namespace(engine, asked, headers, until)
+                await self._look_at_models(engine, headers, until)
+                namespace = engine.namespace(asked)
             if asked.token_ids is not None:
                 token_ids: list[int] | None = asked.token_ids
             elif self._tokenizer is not None:
@@ -226,7 +214,7 @@ class PromptChains:
         engine.failures = 0
         self.counts[how] += 1
         if asked.token_ids is None:
-            self._remember(key, chain)
+            self._remember(asked.key, chain)
         return chain
 
     def _remember(self, key: bytes, chain: PromptChain) -> None:
@@ -236,28 +224,15 @@ class PromptChains:
             _, oldest = self._known.popitem(last=False)
             self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
-    def _known_namespace(self, engine: _Engine, asked: AskedPrompt) -> Namespace | None:
-        """None: it is not known that the engine serves this model."""
-        parent = engine.parents.get(asked.model)
-        if parent is None:
-            return None
-        model = asked.model
-        base = (parent or model) if self._by_model else ""
-        return Namespace(base, model if parent else "", asked.salt)
-
-    async def _namespace(
-        self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
-    ) -> Namespace | None:
-        """None: the engine does not serve this model."""
+    async def _look_at_models(self, engine: _Engine, headers: Headers, until: float) -> None:
         now = time.monotonic()
         if now - engine.looked_at > _REFRESH_SECONDS:
             answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
             engine.looked_at = now
-            cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
+            cards = _MODELS.decode(answer).data if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
                 engine.parents[""] = ""  # a request without a model
-        return self._known_namespace(engine, asked)
 
     async def _ask(
         self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
@@ -396,6 +371,11 @@ class _Engine:
     def may_be_asked(self) -> bool:
         return time.monotonic() >= self.paused_until
 
+    def namespace(self, asked: AskedPrompt) -> Namespace | None:
+        """None: it is not known that the engine serves this model."""
+        parent = self.parents.get(asked.model)
+        return None if parent is None else Namespace(asked.model if parent else "", asked.salt)
+
     def failed(self, why: str) -> None:
         self.failures += 1
         if self.failures >= _FAILURES:
@@ -436,9 +416,9 @@ class AskedPrompt:
         else:
             self.supported = False
 
-    def digest(self, engine: str) -> bytes:
+    def digest(self) -> bytes:
         """Equal for requests whose prompts have equal tokens and caches."""
-        hashed = blake2b(repr((engine, self.path, self.salt)).encode("utf-8", "surrogatepass"))
+        hashed = blake2b(repr((self.path, self.salt)).encode("utf-8", "surrogatepass"))
         for name, raw in self.fields.items():
             hashed.update(b"%b %d " % (name.encode(), len(bytes(raw))))
             hashed.update(raw)

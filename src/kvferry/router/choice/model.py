@@ -50,10 +50,9 @@ class Rate(msgspec.Struct, frozen=True, gc=False):
 class Holding(msgspec.Struct, frozen=True, gc=False):
     """Leading tokens of one prompt that an engine (or the pool) holds."""
 
-    engine: str  # its URL; for tier "pool" the engine that told of it
+    engine: str  # its URL; of the pool: ""
     tokens: int
     tier: Tier
-    estimated: bool  # from what was sent there, not from events
 
 
 class PromptView(msgspec.Struct, frozen=True):
