@@ -27,7 +27,6 @@ HEAD = (
     *("token ms p50", "p99", "good %", "good/s"),
 )
 FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
-USE_HEAD = ("policy", "load", "engine", "busy", "requests", "tokens computed")
 
 
 class Run(NamedTuple):
@@ -125,53 +124,33 @@ def _about(trace: Trace, plan: Plan) -> list[str]:
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    result: SimulationResult = run.result
-    fields = asdict(result)
-    del fields["first_tokens"]
-    fields |= {"speed": run.speed, "hit_rate": result.hit_rate}
+    result = run.result
+    fields = asdict(result) | {"speed": run.speed, "hit_rate": result.hit_rate}
     if math.isnan(result.expected_error):
         fields["expected_error"] = None
     return cast(dict[str, Any], msgspec.to_builtins(fields))
 
 
 def result_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> Page:
-    """Plots by load, distributions, and tables of every figure."""
+    """Plots by load, and a table."""
 
     def by_load(y_title: str, of: Callable[[SimulationResult], float], log: bool = False) -> str:
         points: dict[str, list[tuple[float, float]]] = {run.result.policy: [] for run in runs}
         for _, result in sorted(runs, key=lambda run: run.speed):
             points[result.policy].append((result.offered_per_second, of(result)))
-        return plot(_curves(points), "requests a second", y_title, log_y=log)
+        curves = [
+            Curve(name, colour, found)
+            for (name, found), colour in zip(points.items(), COLOURS, strict=False)
+        ]
+        return plot(curves, "requests a second", y_title, log_y=log)
 
     plots = [
         ("First token, 90th percentile", by_load("s", lambda r: r.first_token.p90, True)),
         ("Prompt tokens from a cache", by_load("%", lambda r: 100 * r.hit_rate)),
         ("Good requests", by_load("%", lambda r: 100 * r.good_share)),
     ]
-    for speed in sorted({run.speed for run in runs}):
-        results = [run.result for run in runs if run.speed == speed]
-        points: dict[str, list[tuple[float, float]]] = {
-            r.policy: [
-                (100 * at / (len(r.first_tokens) - 1), seconds)
-                for at, seconds in enumerate(r.first_tokens)
-            ]
-            for r in results
-        }
-        heading = f"First token at {results[0].offered_per_second:.1f} requests a second"
-        drawn = plot(_curves(points), "% of requests at or below", "s", log_y=True)
-        plots.append((heading, drawn))
-    sheets = [
-        TableSheet("Results", FULL_HEAD, [_full_row(run) for run in runs]),
-        TableSheet("Engines", USE_HEAD, [cells for run in runs for cells in _uses(run)]),
-    ]
-    return Page(title, title, " ".join(about), sheets, (), plots)
-
-
-def _curves(points: dict[str, list[tuple[float, float]]]) -> list[Curve]:
-    return [
-        Curve(name, colour, found)
-        for (name, found), colour in zip(points.items(), COLOURS, strict=False)
-    ]
+    sheet = TableSheet("Results", FULL_HEAD, [_full_row(run) for run in runs])
+    return Page(title, title, " ".join(about), [sheet], (), plots)
 
 
 def _row(run: Run) -> list[str]:
@@ -195,11 +174,3 @@ def _full_row(run: Run) -> list[str]:
     served = max(1, result.requests - result.refused)
     handed_over = f"{100 * result.handed_over / served:.0f}"
     return [*_row(run), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]
-
-
-def _uses(run: Run) -> list[list[str]]:
-    head = [run.result.policy, f"{run.speed:g}"]
-    return [
-        [*head, use.name, f"{use.busy_share:.0%}", f"{use.requests:,}", f"{use.computed_tokens:,}"]
-        for use in run.result.uses
-    ]

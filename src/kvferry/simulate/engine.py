@@ -36,14 +36,6 @@ MEASURED = Path(__file__).parent / "h200-8b.json"
 HOLD_SECONDS = 300.0
 
 
-class PrefillCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt's computation; see kvferry.router.choice.model.Rate."""
-
-    fixed_seconds: float
-    token_seconds: float
-    attention_tokens: float = math.inf
-
-
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that decodes: for itself, for each request, for each token of their contexts."""
 
@@ -62,7 +54,7 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bytes_per_token: float
     cache_bytes: float  # for KV cache
-    prefill: PrefillCost
+    prefill: Rate
     step: StepTime
     transfer: CopyCost  # from engine to engine
     pool: CopyCost | None = None
@@ -71,10 +63,6 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_seconds: float = 0.0  # of each request, before and beside its engines
     about: str = ""
     command: str = ""  # that measured them
-
-    def prefill_rate(self) -> Rate:
-        cost = self.prefill
-        return Rate(cost.fixed_seconds, cost.token_seconds, cost.attention_tokens)
 
     def copy_rate(self, cost: CopyCost) -> Rate:
         return Rate(cost.fixed_seconds, self.bytes_per_token / cost.bytes_per_second)
@@ -114,59 +102,18 @@ class VirtualClock:
         self._planned += 1
         heapq.heappush(self._events, (max(seconds, self.now), self._planned, call))
 
-    def run(self) -> int:
-        """Until nothing is planned. Returns how many events there were."""
+    def run(self) -> None:
+        """Until nothing is planned."""
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
-        return self._planned
-
-
-class BlockMap:
-    """Which engines hold which block, as a mask of bits. A lookup for all engines is one walk."""
-
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
-
-    def add(self, block: int, bit: int) -> None:
-        self._masks[block] = self._masks.get(block, 0) | bit
-
-    def remove(self, block: int, bit: int) -> None:
-        left = self._masks[block] & ~bit
-        if left:
-            self._masks[block] = left
-        else:
-            del self._masks[block]
-
-    def leading(self, blocks: Sequence[int]) -> dict[int, int]:
-        """Leading blocks held, by the engine's bit; engines that hold none are left out."""
-        found: dict[int, int] = {}
-        mask = -1
-        for count, block in enumerate(blocks):
-            still = mask & self._masks.get(block, 0)
-            if count:
-                _give(found, mask & ~still, count)
-            mask = still
-            if not mask:
-                return found
-        _give(found, mask, len(blocks))
-        return found
-
-
-def _give(found: dict[int, int], mask: int, count: int) -> None:
-    while mask > 0:
-        bit = mask & -mask
-        found[bit] = count
-        mask ^= bit
 
 
 class PrefixCache:
     """The blocks of one engine: held by requests (named or not), cached, or free."""
 
-    def __init__(self, most_blocks: int, blocks: BlockMap, bit: int) -> None:
+    def __init__(self, most_blocks: int) -> None:
         self.most = most_blocks
-        self._map = blocks
-        self._bit = bit
         self._pins: Counter[int] = Counter()  # named blocks that requests hold
         self._idle: OrderedDict[int, None] = OrderedDict()  # named blocks that no request holds
         self._unnamed = 0  # held blocks whose content is not there, or not to be found
@@ -174,10 +121,6 @@ class PrefixCache:
     @property
     def free_share(self) -> float:
         return 1 - (len(self._pins) + self._unnamed) / self.most
-
-    @property
-    def named(self) -> int:
-        return len(self._pins) + len(self._idle)
 
     def leading(self, blocks: Sequence[int]) -> int:
         for count, block in enumerate(blocks):
@@ -195,8 +138,7 @@ class PrefixCache:
             self._pins[block] += 1
         self._unnamed += new
         while len(self._pins) + len(self._idle) + self._unnamed > self.most:
-            block, _ = self._idle.popitem(last=False)
-            self._map.remove(block, self._bit)
+            self._idle.popitem(last=False)
         return True
 
     def name(self, blocks: Sequence[int]) -> list[int]:
@@ -207,7 +149,6 @@ class PrefixCache:
         named = [b for b in blocks if b not in self._pins and b not in self._idle]
         for block in named:
             self._pins[block] = 1
-            self._map.add(block, self._bit)
         self._unnamed -= len(named)
         return named
 
@@ -326,7 +267,7 @@ class ModelledEngine:
         self._prefills = 0  # jobs that are computed here and decode elsewhere
         self.busy_seconds = 0.0
         self.computed_tokens = 0
-        self._rates, self._prefill = rates, rates.prefill_rate()
+        self._rates, self._prefill = rates, rates.prefill
         self._transfer = rates.copy_rate(rates.transfer)
         self._load = rates.copy_rate(rates.pool) if pool and rates.pool else None
         self._block_tokens, self._pool = block_tokens, pool

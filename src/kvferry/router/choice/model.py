@@ -23,7 +23,7 @@ Source = Literal["local", "handover", "pool", "none"]
 PARTS = ("queue", "load", "prefill", "transfer", "decode")  # in the order in which they happen
 
 
-class Rate(msgspec.Struct, frozen=True, gc=False):
+class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`.
 
     attention_tokens  context whose attention costs as much again as all the rest of a token does;
