@@ -302,8 +302,6 @@ class ModelledEngine:
         return EngineView(
             name=self.name,
             roles=self.roles,
-            up=True,
-            draining=False,
             waiting_tokens=max(0, round(work)),
             running=max(0, self.assigned - len(self._waiting)),
             waiting=len(self._waiting),

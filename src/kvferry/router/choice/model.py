@@ -10,7 +10,6 @@ by their URL.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -42,9 +41,7 @@ class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
         """For `tokens` that follow `cached` ones; 0 for none."""
         if tokens <= 0:
             return 0.0
-        # `work` in place: each request asks for a dozen of these.
-        work = tokens + tokens * (2 * cached + tokens) / (2 * self.attention_tokens)
-        return self.fixed_seconds + self.token_seconds * work
+        return self.fixed_seconds + self.token_seconds * self.work(tokens, cached)
 
 
 class Holding(msgspec.Struct, frozen=True, gc=False):
@@ -69,18 +66,17 @@ class EngineView(msgspec.Struct, frozen=True):
 
     name: str
     roles: frozenset[Role]
-    up: bool
-    draining: bool
     waiting_tokens: int  # prefill work (`Rate.work`) queued or under way there
     running: int  # requests that decode there, or are on their way to it
     prefill: Rate
     step_seconds: float  # of one decode step at its load
+    up: bool = True
+    draining: bool = False
     free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
     cache_tokens: int = 0  # that its cache holds; 0: not known
     waiting: int = 0  # requests that it has not let in
     step_growth_seconds: float = 0.0  # by which one more running request makes a step longer
     receive: Rate = Rate(0.0, 0.0)  # a hand-over to it, by tokens
-    links: Mapping[str, Rate] = {}  # the same, from an engine by name
     pool: Rate | None = None  # a load from the pool, by tokens; None: it reads no pool
 
 
