@@ -7,9 +7,6 @@ first served, and takes as much longer. Requests enter between two steps, when t
 prompt and answer, and keep these until they end. What no request holds any more stays cached until
 its blocks are needed; the least recently used go first.
 
-Real engines give blocks for an answer as it grows, and stop a request if none is left. They also
-cache answers. Both are left out: a trace does not say which prompt continues which answer.
-
 Steps that only decode are taken many at a time, up to the next request that ends or comes. So the
 work of a simulation grows with requests and chunks, not with tokens.
 """

@@ -6,9 +6,8 @@ their events would tell them, at once. The others are what routers do without su
 
     round-robin   engines in turn
     least-loaded  the engine with the fewest requests
-    prefix-hash   the engine that a hash of the prompt's first blocks names (rendezvous hashing, so
-                  that few prompts move when engines come and go); the next one if it has more than
-                  1.25 times the mean of requests (bounded loads)
+    prefix-hash   the engine that a hash of the prompt's first blocks names (rendezvous hashing);
+                  the next one if it has more than 1.25 times the mean of requests (bounded loads)
 
 In a fleet with prefill engines, these three always hand over, and choose both engines in their way.
 """

@@ -6,8 +6,8 @@
                    vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
                    own tokenizer does it here, when the router was given one
 
-An adapter's name in `model` and a `cache_salt` are part of the prompt's namespace. Which names are
-adapters, engines say at `/v1/models`.
+An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
+`cache_salt` are part of the prompt's namespace.
 
 A prompt is asked for once, also if many requests have it at the same time, and is then remembered.
 Requests wait for it no longer than `seconds`. An engine that does not answer several times in a row

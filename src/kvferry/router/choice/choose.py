@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a prompt and the engines to a decision. Pure functions, without a clock.
 
-For every way to serve a request, `options` adds up the expected seconds to its first token:
-
-    computed where     D's queue, the load of what the pool has (if that is faster than computing),
-      it is decoded    D's prefill of the rest, a decode step
-    prefill on P,      P's queue, load and prefill in the same way, the transfer of what D does not
-      decode on D      hold, at most one chunk of D's own prefills, a decode step
-
-A prefix that another engine holds is used by prefilling there, so that engine needs the prefill
-role: no other engine sends its cache away.
-
-The first token of this request is not all that counts. Each option carries the seconds that others
-lose by it (`Option.harm_seconds`, weighed by `Weights`): a prefill stops the streams that decode on
-the same engine and delays the prefills that come after it, and one more stream makes every step of
-an engine longer.
+`options` adds up, for every way to serve a request, the expected seconds to its first token (the
+table in docs/routing.md). A prefix that another engine holds is used by prefilling there, so that
+engine needs the prefill role: no other engine sends its cache away. Each option also carries the
+seconds that others lose by it (`Option.harm_seconds`, weighed by `Weights`).
 
 `choose` takes the option with the smallest sum of both. Sums that are nearly equal count as equal.
 Of equal options, those with most cached tokens are kept, so that a conversation stays where its

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a choice: what is known of a prompt and of engines, and what follows from it.
 
-All of them are plain values, as msgspec's structs: dozens are made for each request, and a frozen
-dataclass takes eight times as long to make. `choose` makes an `Option` for every way to
-serve a request, and a `Decision` from the options. Seconds are expected seconds; engines are named
-by their URL.
+They are msgspec's structs: dozens are made for each request, and a frozen dataclass takes eight
+times as long to make. Seconds are expected seconds; engines are named by their URL.
 """
 
 from __future__ import annotations

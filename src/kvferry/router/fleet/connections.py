@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to engines: HTTP/1.1, straight on asyncio.
 
-A connection belongs to one request at a time, so there is nothing to lock:
-
-    request       the newest idle connection of the engine, or a new one
-    whole answer  the connection is idle again, if both sides keep it
-    anything else (an error, a cancelled request, a client that leaves in the middle of an answer)
-                  the connection is closed at once, and the engine aborts
-
-An idle connection that its engine closes, or on which it sends anything, is forgotten.
+A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
+is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
+that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
+connection that its engine closes, or on which it sends anything, is forgotten.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
 to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking

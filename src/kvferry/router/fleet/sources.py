@@ -2,8 +2,7 @@
 """Where engines come from beside the command line: a file, and names that DNS resolves.
 
 Each engine has one source (`EngineSpec.source`). A source says which engines it wants, and
-`reconcile` makes the fleet so: new ones are added, changed ones are changed, and those that it no
-longer names drain and are removed. Engines of other sources stay as they are. An engine that an
+`reconcile` makes the fleet so. Engines of other sources stay as they are. An engine that an
 operator drained to stay is not taken back.
 
 Files (`WatchedFile`) are read every `reload_seconds`, by the event loop itself: no thread, no
