@@ -37,15 +37,16 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.router.cache.index import CacheIndex, Cleared, Event, Removed, Stored
+from kvferry.router.cache.index import CacheIndex, Event
 
 log = logging.getLogger(__name__)
 
@@ -327,57 +328,37 @@ class Batch:
 
 
 def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it; None if it is none.
+    """A batch as vLLM encodes it; None if it is none. Events are maps.
 
-    Events are maps, or arrays as in older versions. Fields and kinds of events that newer versions
-    add are left out.
+    Fields and kinds of events that newer versions add are left out.
     """
     try:
-        return Batch(_MAPS.decode(payload).events, 0)
+        return Batch(_EVENTS.decode(payload).events, 0)
     except _UNREADABLE:
         pass
     try:
-        raw = _RAW.decode(payload).events
+        maps = _MAPS.decode(payload).events
     except _UNREADABLE:
         return None
     events: list[Event] = []
-    unreadable = 0
-    for event in raw:
-        try:
-            first = bytes(event)[0]
-            is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)  # msgpack's marks
-            events.append(_ARRAY.decode(event) if is_array else _MAP.decode(event))
-        except _UNREADABLE:
-            unreadable += 1
-    return Batch(events, unreadable)
+    for one in maps:
+        with suppress(*_UNREADABLE):
+            events.append(msgspec.convert(one, Event))
+    return Batch(events, len(maps) - len(events))
 
 
-class _MapBatch(msgspec.Struct, array_like=True):
+class _EventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Event]
 
 
-class _RawBatch(msgspec.Struct, array_like=True):
+class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: list[dict[str, Any]]
 
 
-class _StoredArray(Stored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _RemovedArray(Removed, array_like=True, tag="BlockRemoved"):
-    pass
-
-
-class _ClearedArray(Cleared, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
+_EVENTS = msgspec.msgpack.Decoder(_EventBatch)
 _MAPS = msgspec.msgpack.Decoder(_MapBatch)
-_RAW = msgspec.msgpack.Decoder(_RawBatch)
-_MAP: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
 def _digest(payload: bytes) -> bytes:

@@ -4,7 +4,8 @@
 A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
 is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
 that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
-connection that its engine closes, or on which it sends anything, is forgotten.
+connection that its engine closes, or on which it sends anything, is forgotten; one that was idle
+for too long is closed when it would be used next.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
 to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
@@ -93,7 +94,6 @@ class EngineTransport:
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
         self._idle_count = 0
-        self._sweeping: asyncio.TimerHandle | None = None
         self._all: set[_Connection] = set()
 
     @property
@@ -159,8 +159,6 @@ class EngineTransport:
         return answer.status, b"".join(parts)
 
     def close(self) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
         for connection in list(self._all):
             connection.close()
 
@@ -212,18 +210,6 @@ class EngineTransport:
         self._idle.setdefault(connection.origin, {})[connection] = None
         self._idle_count += 1
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
-        if self._sweeping is None:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Close what was idle for too long. One timer for all connections, because each request
-        takes and frees several."""
-        loop = asyncio.get_running_loop()
-        idle = [connection for of_origin in self._idle.values() for connection in of_origin]
-        for connection in idle:
-            if connection.expires <= loop.time():
-                connection.close()
-        self._sweeping = loop.call_later(self._idle_seconds, self._sweep) if idle else None
 
     def _not_idle(self, connection: _Connection) -> None:
         if not connection.expires:

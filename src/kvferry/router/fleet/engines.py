@@ -428,10 +428,7 @@ class Fleet:
         elif not self.some_up("decode"):
             self.turns.stir()
         for listener in self._listeners:
-            try:
-                listener(FleetChange(kind, engine))
-            except Exception:  # a listener's bug must not keep the fleet from changing
-                log.exception("a listener failed at %s of %s", kind, engine.url)
+            listener(FleetChange(kind, engine))
 
     # Which one is next
 

@@ -40,7 +40,6 @@ from kvferry.router.keys import warn_if_readable
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 _MAX_FILE_BYTES = 1 << 20
-_MAX_ADDRESSES = 64  # of one name
 # What a file or an API may say about an engine. Its source is for the router to say.
 SPEC_FIELDS = frozenset(field.name for field in fields(EngineSpec)) - {"source"}
 
@@ -279,10 +278,6 @@ class DnsNames:
     def _apply(self, spec: EngineSpec, found: list[str]) -> None:
         if not found:
             raise DescriptionError("it has no address")
-        if len(found) > _MAX_ADDRESSES:
-            raise DescriptionError(
-                f"it has {len(found)} addresses; expected {_MAX_ADDRESSES} at most"
-            )
         wanted = []
         for address in found:
             one = spec.at(address)
