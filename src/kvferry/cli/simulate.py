@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, cast
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -27,13 +25,6 @@ HEAD = (
     *("token ms p50", "p99", "good %", "good/s"),
 )
 FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
-
-
-class Run(NamedTuple):
-    """A result, and how many times faster than the trace its requests came."""
-
-    speed: float
-    result: SimulationResult
 
 
 def simulate(
@@ -76,7 +67,7 @@ def simulate(
         )
         read = read_trace(trace, requests)
         runs = [
-            Run(times, run_one(read.faster(times), replace(plan, policy=name)))
+            run_one(read, replace(plan, policy=name, speed=times))
             for times in speed or [1.0]
             for name in policies
         ]
@@ -85,14 +76,14 @@ def simulate(
             page = result_page(f"{trace.name} on {plan.shape} engines", about, runs)
             keep_page(html, page.html(), "page")
     if as_json:
-        print_json({"about": about, "runs": [_as_json(run) for run in runs]})
+        print_json({"about": about, "runs": [asdict(run) for run in runs]})
         return
     console = Console()
     for line in about:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(table(HEAD, [_row(run) for run in runs]))
-    real = sum(run.result.real_seconds for run in runs)
-    count = sum(run.result.requests for run in runs)
+    real = sum(run.real_seconds for run in runs)
+    count = sum(run.requests for run in runs)
     console.print(f"{count:,} requests in {real:.1f} s", highlight=False)
 
 
@@ -123,21 +114,13 @@ def _about(trace: Trace, plan: Plan) -> list[str]:
     return lines
 
 
-def _as_json(run: Run) -> dict[str, Any]:
-    result = run.result
-    fields = asdict(result) | {"speed": run.speed, "hit_rate": result.hit_rate}
-    if math.isnan(result.expected_error):
-        fields["expected_error"] = None
-    return cast(dict[str, Any], msgspec.to_builtins(fields))
-
-
-def result_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> Page:
+def result_page(title: str, about: Sequence[str], runs: Sequence[SimulationResult]) -> Page:
     """Plots by load, and a table."""
 
     def by_load(y_title: str, of: Callable[[SimulationResult], float], log: bool = False) -> str:
-        points: dict[str, list[tuple[float, float]]] = {run.result.policy: [] for run in runs}
-        for _, result in sorted(runs, key=lambda run: run.speed):
-            points[result.policy].append((result.offered_per_second, of(result)))
+        points: dict[str, list[tuple[float, float]]] = {run.policy: [] for run in runs}
+        for run in sorted(runs, key=lambda run: run.speed):
+            points[run.policy].append((run.offered_per_second, of(run)))
         curves = [
             Curve(name, colour, found)
             for (name, found), colour in zip(points.items(), COLOURS, strict=False)
@@ -153,13 +136,12 @@ def result_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> Page:
     return Page(title, title, " ".join(about), [sheet], (), plots)
 
 
-def _row(run: Run) -> list[str]:
+def _row(result: SimulationResult) -> list[str]:
     """The cells of `HEAD`."""
-    speed, result = run
     first, token = result.first_token, result.token
     return [
         result.policy,
-        f"{speed:g}",
+        f"{result.speed:g}",
         f"{result.offered_per_second:.2f}",
         f"{100 * result.hit_rate:.1f}",
         *(f"{seconds:.3g}" for seconds in (first.p50, first.p90, first.p99)),
@@ -169,8 +151,7 @@ def _row(run: Run) -> list[str]:
     ]
 
 
-def _full_row(run: Run) -> list[str]:
-    result = run.result
-    served = max(1, result.requests - result.refused)
-    handed_over = f"{100 * result.handed_over / served:.0f}"
-    return [*_row(run), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]
+def _full_row(result: SimulationResult) -> list[str]:
+    """The cells of `FULL_HEAD`."""
+    handed_over = f"{100 * result.handed_over / (result.requests - result.refused):.0f}"
+    return [*_row(result), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]

@@ -18,6 +18,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -120,10 +121,8 @@ class PrefixCache:
         return 1 - (len(self._pins) + self._unnamed) / self.most
 
     def leading(self, blocks: Sequence[int]) -> int:
-        for count, block in enumerate(blocks):
-            if block not in self._pins and block not in self._idle:
-                return count
-        return len(blocks)
+        held = takewhile(lambda block: block in self._pins or block in self._idle, blocks)
+        return sum(1 for _ in held)
 
     def take(self, hits: Sequence[int], new: int) -> bool:
         """Hold cached blocks, and `new` empty ones. False: there is no room, nothing is taken."""
@@ -167,10 +166,7 @@ class ModelledPool:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: Sequence[int]) -> int:
-        for count, block in enumerate(blocks):
-            if block not in self._blocks:
-                return count
-        return len(blocks)
+        return sum(1 for _ in takewhile(self._blocks.__contains__, blocks))
 
     def put(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
@@ -313,23 +309,21 @@ class ModelledEngine:
 
     def submit(self, job: SimulatedRequest) -> None:
         """A prompt to compute here."""
-        request = job.request
         self._prefills += job.prefill is not None
-        if self._needed(job) > self.cache.most:
-            self._refuse(job)
-            return
-        hit = self.cache.leading(request.blocks) * self._block_tokens
-        self._set_work(job, self._prefill.work(request.tokens - hit, hit))
-        self._waiting.append(job)
-        self._wake()
+        hit = self.cache.leading(job.request.blocks) * self._block_tokens
+        self._set_work(job, self._prefill.work(job.request.tokens - hit, hit))
+        self.receive(job)
 
     def receive(self, job: SimulatedRequest) -> None:
-        """A prompt that another engine has computed."""
-        if self._needed(job) > self.cache.most:
-            self._refuse(job)
+        """A prompt that another engine has computed, or that is to be computed here."""
+        if self._needed(job) <= self.cache.most:
+            self._waiting.append(job)
+            self._wake()
             return
-        self._waiting.append(job)
-        self._wake()
+        job.refused = True
+        if self is job.prefill:
+            self._prefills -= 1
+        self._end(job)
 
     # Entering
 
@@ -338,12 +332,6 @@ class ModelledEngine:
         if self is job.decode:
             tokens += job.request.output_tokens
         return math.ceil(tokens / self._block_tokens)
-
-    def _refuse(self, job: SimulatedRequest) -> None:
-        job.refused = True
-        if self is job.prefill:
-            self._prefills -= 1
-        self._end(job)
 
     def _wake(self) -> None:
         """Begin a step, or let the steps under way end early."""

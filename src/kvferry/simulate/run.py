@@ -72,12 +72,11 @@ class FleetShape:
         return shape
 
     def roles(self) -> list[frozenset[Role]]:
-        kinds: list[tuple[int, frozenset[Role]]] = [
-            (self.both, frozenset(("prefill", "decode"))),
-            (self.prefill, frozenset(("prefill",))),
-            (self.decode, frozenset(("decode",))),
+        return [
+            *[frozenset[Role](("prefill", "decode"))] * self.both,
+            *[frozenset[Role](("prefill",))] * self.prefill,
+            *[frozenset[Role](("decode",))] * self.decode,
         ]
-        return [roles for count, roles in kinds for _ in range(count)]
 
     def __str__(self) -> str:
         return str(self.both) if self.both else f"{self.prefill}P{self.decode}D"
@@ -92,6 +91,7 @@ class Plan:
     rates: EngineRates
     blocks: int | None = None  # of one engine's cache; None: as many as the rates say
     pool_blocks: int = 0  # 0: there is no pool
+    speed: float = 1.0  # requests come so many times as fast as in the trace
     seed: int = 1
     first_token_seconds: float = 2.0  # of a good request, at most
     token_seconds: float = 0.05  # and for each later token, on average
@@ -120,6 +120,7 @@ class EngineUse:
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     policy: Policy
+    speed: float
     engines: str
     requests: int
     refused: int  # larger than an engine's cache
@@ -127,25 +128,21 @@ class SimulationResult:
     offered_per_second: float
     tokens: int  # of all prompts that were served
     hit_tokens: dict[str, int]  # by source
+    hit_rate: float  # share of these tokens that were not computed
     first_token: Percentiles
     token: Percentiles  # seconds for each token after the first, of requests
     gap: Percentiles  # seconds between two tokens, of tokens
     good_per_second: float
     good_share: float
     handed_over: int
-    expected_error: float  # median of |expected - actual| / actual first token; nan: not expected
+    expected_error: float | None  # median of |expected - actual| / actual first token
     uses: tuple[EngineUse, ...]
     real_seconds: float
-
-    @property
-    def hit_rate(self) -> float:
-        cached = sum(count for source, count in self.hit_tokens.items() if source != "none")
-        return cached / self.tokens if self.tokens else 0.0
 
 
 def simulate(trace: Trace, plan: Plan) -> SimulationResult:
     """Run a whole trace."""
-    return _Run(trace, plan).run()
+    return _Run(trace.faster(plan.speed), plan).run()
 
 
 class _Run:
@@ -254,22 +251,25 @@ class _Run:
             and not math.isnan(job.expected_seconds)
         )
         decoded = Counter(job.decode for job in served)
+        tokens = sum(job.request.tokens for job in served)
         return SimulationResult(
             policy=plan.policy,
+            speed=plan.speed,
             engines=str(plan.shape),
             requests=len(self._ended),
             refused=len(self._ended) - len(served),
             seconds=seconds,
             offered_per_second=len(self._ended) / (trace.seconds or 1.0),
-            tokens=sum(job.request.tokens for job in served),
+            tokens=tokens,
             hit_tokens=dict(hits),
+            hit_rate=1 - hits["none"] / tokens,
             first_token=Percentiles.of(first),
             token=Percentiles.of(later),
             gap=Percentiles(*(self._gaps.percentile(share / 100) for share in PERCENTILES)),
             good_per_second=good / (seconds or 1.0),
             good_share=good / len(self._ended),
             handed_over=sum(job.prefill is not None for job in served),
-            expected_error=_percentile(errors, 0.5),
+            expected_error=_percentile(errors, 0.5) if errors else None,
             uses=tuple(
                 EngineUse(e.name, e.busy_seconds / (seconds or 1.0), decoded[e], e.computed_tokens)
                 for e in self._engines

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of requests, from JSON lines of two kinds. A file has lines of one kind.
+"""Traces of requests, from JSON lines of two kinds: Mooncake's and ours (docs/routing.md).
 
-Mooncake's traces: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
-`hash_ids`, one number for each 512 tokens of the prompt. Equal numbers mean that all tokens up to
-there are equal. The number of a block that is not full is not used: engines cache whole blocks.
+In Mooncake's, equal `hash_ids` mean that all tokens up to there are equal. The number of a block
+that is not full is not used: engines cache whole blocks.
 
-Ours, for a load that is made up or read from a log:
-
-    {"seconds": 0.5, "input_tokens": 900, "output_tokens": 200, "conversation": "a",
-     "system": "helper", "system_tokens": 500}
-
-A prompt begins with `system_tokens` tokens that all prompts of the same `system` share. The rest is
-the conversation's: its next prompt continues this one as far as both go. Without `conversation`,
-the rest is shared with no other request; without `system`, nothing comes before it.
+In ours, a prompt begins with `system_tokens` tokens that all prompts of the same `system` share.
+The rest is the conversation's: its next prompt continues this one as far as both go. Without
+`conversation`, the rest is shared with no other request.
 """
 
 from __future__ import annotations

@@ -300,11 +300,10 @@ class CacheIndex:
         if part is None:
             return
         for slot in part.slots.values():
-            size = slot.block_tokens
-            for digest in (
-                chain.digests(size)[cached_tokens // size :] if slot.tier == "gpu" else ()
-            ):
-                self._unset(digest, slot.bits)
+            if slot.tier == "gpu":
+                first = cached_tokens // slot.block_tokens
+                for digest in chain.digests(slot.block_tokens)[first:]:
+                    self._unset(digest, slot.bits)
         size = part.estimate_tokens
         self._take_out(part, chain.digests(size)[cached_tokens // size :])
 

@@ -93,16 +93,8 @@ class EngineTransport:
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
-        self._idle_count = 0
-        self._all: set[_Connection] = set()
-
-    @property
-    def open_count(self) -> int:
-        return len(self._all)
-
-    @property
-    def idle_count(self) -> int:
-        return self._idle_count
+        self.idle_count = 0
+        self.connections: set[_Connection] = set()
 
     async def ask(
         self,
@@ -159,7 +151,7 @@ class EngineTransport:
         return answer.status, b"".join(parts)
 
     def close(self) -> None:
-        for connection in list(self._all):
+        for connection in list(self.connections):
             connection.close()
 
     def _take(self, origin: EngineOrigin) -> _Connection | None:
@@ -196,19 +188,19 @@ class EngineTransport:
     # Called by connections
 
     def opened(self, connection: _Connection) -> None:
-        self._all.add(connection)
+        self.connections.add(connection)
 
     def lost(self, connection: _Connection) -> None:
         self._not_idle(connection)
-        self._all.discard(connection)
+        self.connections.discard(connection)
 
     def free(self, connection: _Connection) -> None:
         """A connection has brought its answer, and can bring another one."""
-        if self._idle_count >= self._most_idle:
+        if self.idle_count >= self._most_idle:
             connection.close()
             return
         self._idle.setdefault(connection.origin, {})[connection] = None
-        self._idle_count += 1
+        self.idle_count += 1
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
 
     def _not_idle(self, connection: _Connection) -> None:
@@ -217,7 +209,7 @@ class EngineTransport:
         connection.expires = 0.0
         idle = self._idle[connection.origin]
         del idle[connection]
-        self._idle_count -= 1
+        self.idle_count -= 1
         if not idle:
             del self._idle[connection.origin]
 
