@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+import kvferry.router.cache.events as events_module
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams, decode
 from kvferry.router.cache.index import CacheIndex, Cleared, Removed, Stored
@@ -20,6 +21,14 @@ from kvferry.router.cache.index import Publisher as Known
 from waiting import PATIENCE_SECONDS
 
 BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(events_module, "RETRY_SECONDS", 0.05)
+
+
 URL = "http://engine:8000"
 
 
@@ -101,11 +110,7 @@ class World:
     def follow(self, *, replay: bool = True) -> None:
         source = self.publisher.source
         self.stream = EventStreams(
-            self.index,
-            URL,
-            source if replay else EventSource(source.events),
-            answer_seconds=0.5,
-            retry_seconds=0.05,
+            self.index, URL, source if replay else EventSource(source.events)
         )
         self._task = asyncio.create_task(self.stream.run())
 

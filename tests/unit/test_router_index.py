@@ -100,7 +100,7 @@ def test_blocks_come_one_by_one_and_leave_one_by_one() -> None:
     a.store(tokens[:4])
     a.store(tokens[:20], first=4)
     assert held(index, tokens) == {("a", "gpu"): 40}
-    assert len(index) == 10
+    assert index.size == 10
 
 
 def test_a_block_that_is_held_twice_is_removed_twice() -> None:
@@ -123,7 +123,7 @@ def test_a_block_without_its_parent_has_no_place() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")
     a.store(tokens[:20], first=3)
-    assert held(index, tokens) == {} and len(index) == 0
+    assert held(index, tokens) == {} and index.size == 0
     assert a.part.unplaced == 2
     a.remove(tokens[:20])
     a.store(tokens[:12])
@@ -145,7 +145,7 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     b.store(tokens[:8])
     index.forget("a")
     assert held(index, tokens) == {("b", "gpu"): 8}
-    assert len(index) == 2
+    assert index.size == 2
     a.store(tokens[:4])  # of the engine's next life
     assert held(index, tokens) == {("a", "gpu"): 4, ("b", "gpu"): 8}
     assert index.distinct == 2
@@ -381,9 +381,9 @@ def test_an_engine_without_events_is_estimated() -> None:
     index.sent("a", prompt(tokens[:28]))
     index.sent("a", prompt(numbers(8, seed=2)))
     assert held(index, other) == {("a", "gpu"): 12} and held(index, tokens) == {("a", "gpu"): 28}
-    assert index.stats()["a"].estimated_blocks == 12 == len(index)
+    assert index.stats()["a"].estimated_blocks == 12 == index.size
     index.forget("a")
-    assert held(index, tokens) == {} and len(index) == 0
+    assert held(index, tokens) == {} and index.size == 0
 
 
 def test_what_was_just_sent_counts_until_events_come() -> None:
@@ -427,7 +427,7 @@ def test_estimates_beside_a_plain_model(live: bool) -> None:
         model = dict(list(model.items())[-capacity:])
         now[0] += random_.choice((0, 0.5, PENDING_SECONDS / 4))
         model = {prefix: until for prefix, until in model.items() if until > now[0]}
-        assert index.stats()["a"].estimated_blocks == len(index) == len(model)
+        assert index.stats()["a"].estimated_blocks == index.size == len(model)
 
 
 def test_what_an_engine_did_not_have_is_not_believed() -> None:
@@ -494,7 +494,7 @@ def test_what_a_removed_engine_still_tells_is_dropped() -> None:
     a = Told(index, "a")
     index.remove("a")
     a.store(tokens)
-    assert len(index) == 0 and index.distinct == 0 and held(index, tokens) == {}
+    assert index.size == 0 and index.distinct == 0 and held(index, tokens) == {}
 
 
 def test_the_index_is_bounded_and_fair() -> None:
@@ -506,10 +506,10 @@ def test_the_index_is_bounded_and_fair() -> None:
     large.store(popular)
     for seed in range(100):
         large.store(numbers(100, seed))
-        assert len(index) <= 1000
+        assert index.size <= 1000
         assert held(index, popular)["large", "gpu"] == 40
     assert held(index, kept) == {("small", "gpu"): 400}
-    assert index.distinct == len(index) and len(index._used) <= len(index)
+    assert index.distinct == index.size and len(index._used) <= index.size
     assert held(index, numbers(100, seed=99))["large", "gpu"] == 100
     # an unused prompt is forgotten, and its removal is no surprise
     old = numbers(100, seed=0)
@@ -517,7 +517,7 @@ def test_the_index_is_bounded_and_fair() -> None:
     large.remove(old[:4])
     for seed in range(500):
         index.sent("guessed", prompt(numbers(100, seed)))
-    assert len(index) <= 1000 and held(index, popular)["large", "gpu"] == 40
+    assert index.size <= 1000 and held(index, popular)["large", "gpu"] == 40
 
 
 def test_hostile_events_do_not_grow_the_index() -> None:
@@ -535,7 +535,7 @@ def test_hostile_events_do_not_grow_the_index() -> None:
     assert a.part.garbage == 2
     for size in range(5, 100):
         index.told(a.part, [Stored([8], None, [1] * size, size, medium="GPU", group_idx=size % 60)])
-    assert len(index._walks) <= 16 and len(index) <= 30
+    assert len(index._walks) <= 16 and index.size <= 30
     with pytest.raises(ValueError, match="token ids must be"):
         prompt([-1])
 
@@ -614,7 +614,7 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
         for group in groups[name]:
             for prefix in held_by[name, group]:
                 engines[name].remove(prefix, group=group)
-    assert len(index) == 0 and index.distinct == 0 and not index._used
+    assert index.size == 0 and index.distinct == 0 and not index._used
     assert not any(engine.part.copies for engine in engines.values())
 
 
@@ -644,5 +644,5 @@ def test_a_block_takes_little_memory() -> None:
         index.told(a.part, batch)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(index) == 20_000
-    assert used / len(index) < 300
+    assert index.size == 20_000
+    assert used / index.size < 300

@@ -349,8 +349,11 @@ def test_the_measured_rates_meet_the_measurements():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prefill": {"fixed_seconds": 0.1, "token_seconds": 0}}, "token_seconds must be more"),
-        ({"cache_bytes": -1}, "cache_bytes must be more than 0"),
+        (
+            {"prefill": {"fixed_seconds": 0.1, "token_seconds": 0}},
+            r"> 0.0 - at `\$.prefill.token_seconds",
+        ),
+        ({"cache_bytes": -1}, r"> 0.0 - at `\$.cache_bytes"),
         ({"typo": 1}, "typo"),
         ({"step": None}, "step"),
     ],

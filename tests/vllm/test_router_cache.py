@@ -115,7 +115,7 @@ def test_vllms_publisher(tmp_path: Path) -> None:
         first = publisher()
         for number in range(3):
             first.publish(KVEventBatch(ts=0.0, events=[stored(number)]))
-        stream = EventStreams(index, "engine", source, retry_seconds=0.1)
+        stream = EventStreams(index, "engine", source)
         task = asyncio.create_task(stream.run())
         try:
             await until(lambda: part.state == "live" and held(2))

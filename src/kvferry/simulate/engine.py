@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import EngineView, Rate, Role, Source
+from kvferry.router.choice.model import EngineView, NotNegative, Positive, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
-_MAY_BE_ZERO = ("fixed_seconds", "request_seconds", "context_token_seconds", "router_seconds")
 MEASURED = Path(__file__).parent / "h200-8b.json"
 # For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
 # full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
@@ -37,28 +37,28 @@ HOLD_SECONDS = 300.0
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that decodes: for itself, for each request, for each token of their contexts."""
 
-    fixed_seconds: float
-    request_seconds: float = 0.0
-    context_token_seconds: float = 0.0
+    fixed_seconds: NotNegative
+    request_seconds: NotNegative = 0.0
+    context_token_seconds: NotNegative = 0.0
 
 
 class CopyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    fixed_seconds: float
-    bytes_per_second: float
+    fixed_seconds: NotNegative
+    bytes_per_second: Positive
 
 
 class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of rates: what one engine costs. All engines of a simulation are equal."""
 
-    bytes_per_token: float
-    cache_bytes: float  # for KV cache
+    bytes_per_token: Positive
+    cache_bytes: Positive  # for KV cache
     prefill: Rate
     step: StepTime
     transfer: CopyCost  # from engine to engine
     pool: CopyCost | None = None
-    chunk_tokens: int = 8192  # vLLM's max_num_batched_tokens
-    most_running: int = 256  # vLLM's max_num_seqs
-    router_seconds: float = 0.0  # of each request, before and beside its engines
+    chunk_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192  # vLLM's max_num_batched_tokens
+    most_running: Annotated[int, msgspec.Meta(gt=0)] = 256  # vLLM's max_num_seqs
+    router_seconds: NotNegative = 0.0  # of each request, before and beside its engines
     about: str = ""
     command: str = ""  # that measured them
 
@@ -69,23 +69,11 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_rates(path: Path = MEASURED) -> EngineRates:
     """Raises DescriptionError that says what is wrong."""
     try:
-        rates = msgspec.json.decode(path.read_bytes(), type=EngineRates)
-        _require_positive(msgspec.to_builtins(rates))
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=EngineRates)
+    except (OSError, ValueError) as error:
         raise DescriptionError(
             f"cannot read the rates {path}: {error}; {MEASURED} is a file to start from"
         ) from None
-    return rates
-
-
-def _require_positive(fields: dict[str, object]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _require_positive(value)
-        elif isinstance(value, int | float) and not (
-            value > 0 or (name in _MAY_BE_ZERO and value == 0)
-        ):
-            raise ValueError(f"{name} must be more than 0, not {value!r}")
 
 
 class VirtualClock:

@@ -54,9 +54,9 @@ _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, whic
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
 _POLL_SECONDS = 0.5  # after which the stream looks whether anything was asked of it
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
-_ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
+ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # each of which must bring the stream further
-_RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
+RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
 _MOST_RETRY_SECONDS = 60.0
 _SETTLE_SECONDS = 0.5  # after which a new connection surely carries all that is published
 _END = b"\xff" * 8  # the number after the last batch of a replay
@@ -79,20 +79,11 @@ class EventStreams:
     Everything but `restarted` happens in the task that calls `run`.
     """
 
-    def __init__(
-        self,
-        index: CacheIndex,
-        engine: str,
-        source: EventSource,
-        *,
-        answer_seconds: float = _ANSWER_SECONDS,
-        retry_seconds: float = _RETRY_SECONDS,
-    ) -> None:
+    def __init__(self, index: CacheIndex, engine: str, source: EventSource) -> None:
         self._index = index
         self._part = index.part(engine)
         self._source = source
-        self._answer_seconds = answer_seconds
-        self._first_retry_seconds = self._retry_seconds = retry_seconds
+        self._retry_seconds = RETRY_SECONDS
         self._last = -1  # number of the last batch that was applied
         self._last_digest = b""  # of its bytes
         self._begun = False  # `_last` counts; before that, any number may come
@@ -114,7 +105,7 @@ class EventStreams:
                 except Exception:  # without the stream, the engine's part would never change again
                     log.exception("the events of %s broke the stream", self._part.engine)
                     self._begin_again()
-                    await asyncio.sleep(self._first_retry_seconds)
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             context.destroy(linger=0)
 
@@ -247,7 +238,7 @@ class EventStreams:
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
         else:
-            self._unanswered, self._retry_seconds = False, self._first_retry_seconds
+            self._unanswered, self._retry_seconds = False, RETRY_SECONDS
             now = time.monotonic()
             self._replay_at = self._settled_at if now < self._settled_at else None
         finally:
@@ -305,7 +296,7 @@ class EventStreams:
         try:
             socket.connect(self._source.replay)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while await socket.poll(self._answer_seconds * 1000):
+            while await socket.poll(ANSWER_SECONDS * 1000):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
                     self._part.garbage += 1

@@ -55,7 +55,6 @@ _TURNED_OVER = 64
 # Of an engine's estimates leave together: the more did, the longer it takes to find the oldest.
 _DROPPED_SHARE = 64
 _TRIMMED_SHARE = 256  # of all blocks leave together, because finding the largest engine takes time
-_MOST_MASKS = 1 << 12
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
@@ -171,14 +170,13 @@ class CacheIndex:
         self.most_blocks = most_blocks
         self._clock = clock
         self._where: dict[Digest, int] = {}  # a digest, and the bits of the slots that hold it
-        self._masks: dict[int, int] = {}  # equal integers of `_where` are one object
         self._parts: dict[str, Publisher] = {}
         # Of a group and a block size in the pool: the bits of all engines that tell of it.
         self._pools: dict[tuple[int, int], int] = {}
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
         self._used: set[Digest] = set()  # digests that were looked up
         self._bits = 0  # that are in use
-        self._size = 0
+        self.size = 0  # blocks of all engines; one that two engines hold counts twice
 
     # Engines
 
@@ -238,10 +236,6 @@ class CacheIndex:
             result[engine] = IndexStats(part.state, part.known, len(ends), part.lost_events)
         return result
 
-    def __len__(self) -> int:
-        """Blocks of all engines; one that two engines hold counts twice."""
-        return self._size
-
     @property
     def distinct(self) -> int:
         """Blocks that engines told of; one that two engines hold counts once."""
@@ -286,7 +280,7 @@ class CacheIndex:
         self._take_out(part, digests)
         # The last block goes in first: of one prompt, it is also the first to leave.
         estimates.update(dict.fromkeys(reversed(digests), ends))
-        self._size += len(digests)
+        self.size += len(digests)
         if (over := len(estimates) - part.capacity_blocks) > 0:
             self._drop_estimates(part, over + part.capacity_blocks // _DROPPED_SHARE)
         self._tidy()
@@ -356,7 +350,7 @@ class CacheIndex:
                 self._set(digest, slot.bits)
             if name not in blocks:
                 blocks[name] = digest
-                self._size += 1
+                self.size += 1
 
     def _place(
         self, part: Publisher, slot: Slot, event: Stored, batch: Sequence[Event]
@@ -423,7 +417,7 @@ class CacheIndex:
                 mask = self._unset(digest, self._shared_bits(slot))
                 if not mask & self._bits_of(part, slot.block_tokens):
                     del blocks[name]
-                    self._size -= 1
+                    self.size -= 1
             if tier == "gpu" and part.view == "lost":
                 part.known_in_a_row = part.known_in_a_row + 1 if found else 0
                 if part.known_in_a_row >= _TURNED_OVER:
@@ -488,7 +482,7 @@ class CacheIndex:
         for size, blocks in list(part.blocks.items()):
             others = self._bits_of(part, size)
             kept = {n: d for n, d in blocks.items() if self._unset(d, gone) & others}
-            self._size -= len(blocks) - len(kept)
+            self.size -= len(blocks) - len(kept)
             if kept:
                 part.blocks[size] = kept
             else:
@@ -525,14 +519,13 @@ class CacheIndex:
         return bit
 
     def _set(self, digest: Digest, bits: int) -> None:
-        mask = self._where.get(digest, 0) | bits
-        self._where[digest] = self._masks.setdefault(mask, mask)
+        self._where[digest] = self._where.get(digest, 0) | bits
 
     def _unset(self, digest: Digest, bits: int) -> int:
         """Clear bits. Returns those that are left."""
         mask = self._where.get(digest, 0) & ~bits
         if mask:
-            self._where[digest] = self._masks.setdefault(mask, mask)
+            self._where[digest] = mask
         else:
             self._where.pop(digest, None)
             self._used.discard(digest)
@@ -541,11 +534,9 @@ class CacheIndex:
     # Bounds
 
     def _tidy(self) -> None:
-        while self._size > self.most_blocks:
+        while self.size > self.most_blocks:
             part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
-            self._trim(part, self._size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
-        if len(self._masks) > _MOST_MASKS:
-            self._masks.clear()
+            self._trim(part, self.size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
 
     def _trim(self, part: Publisher, count: int) -> None:
         """Remove up to `count` blocks of an engine: estimates first, then the oldest."""
@@ -563,7 +554,7 @@ class CacheIndex:
                     self._unset(digest, bits)
                     for slot in slots:
                         part.copies.pop((slot.bits, name), None)
-                    self._size -= 1
+                    self.size -= 1
                     count -= 1
 
     def _drop_estimates(self, part: Publisher, count: int) -> int:
@@ -575,7 +566,7 @@ class CacheIndex:
         before = len(part.estimates)
         deque(map(part.estimates.pop, digests, repeat(0.0)), maxlen=0)
         gone = before - len(part.estimates)
-        self._size -= gone
+        self.size -= gone
         return gone
 
     # Walks
@@ -589,9 +580,9 @@ class CacheIndex:
                 continue
             alive, held, digests = bits, 0, chain.digests(size)
             ended: list[tuple[int, int]] = []  # bits, and how many blocks they have in common
-            same: int | None = -1  # neighbours mostly have one mask, which is one object
+            same: int | None = -1  # neighbours mostly have one mask
             for held, mask in enumerate(map(get, digests)):
-                if mask is same:
+                if mask == same:
                     continue
                 same = mask
                 left = alive & (mask or 0)
@@ -605,7 +596,7 @@ class CacheIndex:
             ended.append((alive, held))
             if (
                 held
-                and self._size > self.most_blocks // 2  # else nothing has to leave soon
+                and self.size > self.most_blocks // 2  # else nothing has to leave soon
                 and not self._used.issuperset((digests[0], digests[held - 1]))
             ):
                 self._used.update(digests[:held])

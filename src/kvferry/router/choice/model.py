@@ -8,7 +8,7 @@ times as long to make. Seconds are expected seconds; engines are named by their 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,11 @@ Source = Literal["local", "handover", "pool", "none"]
 PARTS = ("queue", "load", "prefill", "transfer", "decode")  # in the order in which they happen
 
 
+# Where they are read from a file.
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`.
 
@@ -27,9 +32,9 @@ class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
                       infinite where a token's cost does not depend on its context (a transfer)
     """
 
-    fixed_seconds: float
-    token_seconds: float
-    attention_tokens: float = math.inf
+    fixed_seconds: NotNegative
+    token_seconds: Positive
+    attention_tokens: Positive = math.inf
 
     def work(self, tokens: int, cached: int = 0) -> float:
         """Tokens, plus what their attention to `cached` and to each other costs, in tokens."""

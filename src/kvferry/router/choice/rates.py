@@ -156,7 +156,6 @@ class EngineMeter:
     def restarted(self) -> None:
         """Another process serves under this name: its load is gone, its speed likely the same."""
         self._told = None
-        self._foreign_running = self._foreign_waiting = 0
 
     # What it knows
 
