@@ -101,18 +101,11 @@ class PromptChains:
         self.known_tokens = 0
         self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
 
-    def __len__(self) -> int:
-        """Prompts that are remembered."""
-        return len(self._known)
-
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
     ) -> PromptChain | AskedPrompt | None:
         """The chain of a request's prompt, or what `chain` needs to find it; None: there is none.
-
-        engine  the URL of one that serves the request's model
-        fields  of the request's JSON object
-        """
+        `engine`, by its URL, serves the request's model; `fields` are the request's."""
         try:
             asked = AskedPrompt(path, fields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -137,10 +130,8 @@ class PromptChains:
         return known
 
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
-        """The chain of a prompt; None if there is none in time.
-
-        headers  of the request; the engine may want its Authorization
-        """
+        """The chain of a prompt; None if there is none in time. The engine may want the
+        Authorization of the request's headers."""
         key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
         while (shared := self._asking.get(key)) is not None:
             try:
@@ -302,8 +293,6 @@ class LocalTokenizer:
                 "a tokenizer of the router's own needs the package transformers; install it, or "
                 "leave the tokenizer out: engines will be asked"
             ) from None
-        if not Path(folder).is_dir():
-            raise DescriptionError(f"the tokenizer's folder {str(folder)!r} is not there")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -336,17 +325,13 @@ class LocalTokenizer:
                 arguments = call.get("function", {}).get("arguments")
                 if isinstance(arguments, str):  # templates expect an object, as vLLM gives them
                     call["function"]["arguments"] = json.loads(arguments or "{}")
-        generate, go_on = (
-            asked.value("add_generation_prompt"),
-            asked.value("continue_final_message"),
-        )
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=asked.value("tools"),
                 tokenize=False,
-                add_generation_prompt=generate is not False,
-                continue_final_message=bool(go_on),
+                add_generation_prompt=asked.value("add_generation_prompt") is not False,
+                continue_final_message=bool(asked.value("continue_final_message")),
                 **asked.template_values(),
             )
         except Exception as error:  # templates raise what they like

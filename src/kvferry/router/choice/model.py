@@ -26,14 +26,11 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`.
-
-    attention_tokens  context whose attention costs as much again as all the rest of a token does;
-                      infinite where a token's cost does not depend on its context (a transfer)
-    """
+    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`."""
 
     fixed_seconds: NotNegative
     token_seconds: Positive
+    # The context whose attention costs as much again as all the rest of a token does.
     attention_tokens: Positive = math.inf
 
     def work(self, tokens: int, cached: int = 0) -> float:

@@ -286,12 +286,8 @@ class FleetMeter:
         pooled: bool = False,
         usual: UsualRates | None = None,
     ) -> EngineView:
-        """An engine as the choice sees it.
-
-        pooled  it reads the pool
-        usual   of `usual`, where that was asked already. The engine's own rates are worked out once
-                for each of these
-        """
+        """An engine as the choice sees it. `pooled`: it reads the pool. The engine's own rates are
+        worked out once for each `usual`."""
         meter, usual = self[engine], usual or self.usual()
         metrics, running, rates = meter.metrics, meter.running, meter.rates(usual)
         step = rates.step

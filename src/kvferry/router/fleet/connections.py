@@ -227,7 +227,6 @@ class _Connection(asyncio.Protocol):
         self._ended = False  # the engine sends nothing more
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._poll: select.poll | None = None
         # While a stream passes:
         self._sink: StreamSink | None = None
         self._paused = False  # its client does not read
@@ -280,10 +279,9 @@ class _Connection(asyncio.Protocol):
         """Whether an idle connection has ended, perhaps a moment ago, before the loop saw it."""
         if self._ended or self._transport.is_closing():
             return True
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(self._poll.poll(0))
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def send(self, head: bytes, body: bytes, *, to_head: bool = False) -> None:
         """to_head  the request is a HEAD, whose answer has no body"""
