@@ -286,10 +286,8 @@ class CacheIndex:
         self._tidy()
 
     def missed(self, engine: str, chain: PromptChain, cached_tokens: int) -> None:
-        """An engine served a prompt and used only `cached_tokens` of what it was said to hold.
-
-        What is beyond them is not believed any more. This is for requests that may use the cache.
-        """
+        """An engine served a prompt and used only `cached_tokens` of what it was said to hold. What
+        is beyond them is not believed any more."""
         part = self._parts.get(engine)
         if part is None:
             return
@@ -649,11 +647,8 @@ class CacheIndex:
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
-    """Tokens of the prefix that an engine should hold, by what was sent to it.
-
-    `missed` may have left a gap. Whether blocks behind it count does not matter: the engine that
-    computed them computed all of their prompt.
-    """
+    """Tokens of the prefix that an engine should hold, by what was sent to it. `missed` may have
+    left a gap; whether blocks behind it count does not matter."""
     size, ends = part.estimate_tokens, part.estimates.get
     most, digests = (chain.tokens - 1) // size, chain.digests(size)
     if not digests or digests[0] not in part.estimates:
