@@ -14,7 +14,6 @@ In a fleet with prefill engines, these three always hand over, and choose both e
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import time
@@ -22,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from random import Random
 from typing import Literal, get_args
 
@@ -220,7 +220,9 @@ class _Run:
             return self._random.choice([engine for engine in engines if engine.load == least])
         first = request.blocks[:_HASHED_BLOCKS]
         most = _BOUNDED_LOAD * (sum(engine.load for engine in engines) + 1) / len(engines)
-        ranked = sorted(engines, key=lambda engine: _rank(engine.name, first))
+        ranked = sorted(
+            engines, key=lambda e: blake2b(f"{e.name} {first}".encode(), digest_size=8).digest()
+        )
         return next((e for e in ranked if e.load + 1 <= math.ceil(most)), ranked[0])
 
     def _result(self, real_seconds: float) -> SimulationResult:
@@ -276,10 +278,6 @@ class _Run:
             ),
             real_seconds=real_seconds,
         )
-
-
-def _rank(engine: str, blocks: Sequence[int]) -> bytes:
-    return hashlib.blake2b(f"{engine} {blocks}".encode(), digest_size=8).digest()
 
 
 def _token_seconds(job: SimulatedRequest) -> float:

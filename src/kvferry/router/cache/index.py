@@ -372,12 +372,12 @@ class CacheIndex:
                     of_other = self._place(part, slot, other, batch)
                     places |= dict(zip(other.block_hashes, of_other, strict=True))
             return [places[name] for name in hashes]
-        extras = _extras(event)
-        if extras is None:
+        found = _salt_and_extras(event)
+        if found is None:
             return known
-        first = 0
+        (salt, extras), first = found, 0
         if parent is None:  # the salt is told with the first block
-            start: Digest | None = Namespace(event.lora_name or "", extras.salt).seed
+            start: Digest | None = Namespace(event.lora_name or "", salt).seed
         else:
             start = blocks.get(parent)
         if start is None:
@@ -387,8 +387,7 @@ class CacheIndex:
         if start is None:
             return known
         packed = pack(event.token_ids[first * size :])
-        of_blocks = extras.of_blocks[first:]
-        fresh = extend(start, packed, size, of_blocks if any(of_blocks) else ())
+        fresh = extend(start, packed, size, extras[first:] if any(extras) else ())
         return known[:first] + [old or new for old, new in zip(known[first:], fresh, strict=True)]
 
     def _removed(self, part: Publisher, event: Removed) -> None:
@@ -656,21 +655,13 @@ def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
     return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
 
 
-@dataclass(frozen=True, slots=True)
-class _Extras:
-    salt: str
-    of_blocks: list[bytes]  # what else each block's cache depends on
-
-
-def _extras(event: Stored) -> _Extras | None:
-    """What vLLM mixes into hashes besides tokens; None if it cannot be told which block has it.
-
-    A block's keys are the adapter's name, pairs for each image, the salt (of the first block), and
-    digests of embeddings.
-    """
+def _salt_and_extras(event: Stored) -> tuple[str, list[bytes]] | None:
+    """The salt, and what else each block's cache depends on; None if it cannot be told which block
+    has what. A block's keys are the adapter's name, pairs for each image, the salt (of the first
+    block), and digests of embeddings."""
     count = len(event.block_hashes)
     if event.extra_keys is None:
-        return _Extras("", [b""] * count)
+        return "", [b""] * count
     if len(event.extra_keys) != count:
         return None
     salt, of_blocks = "", []
@@ -684,7 +675,7 @@ def _extras(event: Stored) -> _Extras | None:
                 salt = salts[0]
                 left.remove(salt)
         of_blocks.append(repr(left).encode("utf-8", "surrogatepass") if left else b"")
-    return _Extras(salt, of_blocks)
+    return salt, of_blocks
 
 
 def _tier(medium: str | None, locality: str | None) -> Tier | None:

@@ -172,10 +172,7 @@ class PromptChains:
         return None
 
     def _engine(self, url: str) -> _Engine:
-        engine = self._engines.get(url)
-        if engine is None:
-            engine = self._engines[url] = _Engine(url)
-        return engine
+        return self._engines.setdefault(url, _Engine(url))
 
     async def _find(
         self, url: str, asked: AskedPrompt, headers: Headers, until: float
