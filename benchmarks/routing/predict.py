@@ -27,7 +27,8 @@ from benchmarks.routing.conversations import (
     as_trace,
 )
 from kvferry.errors import KvferryError
-from kvferry.simulate.engine import CopyCost, EngineRates, PrefillCost, StepTime
+from kvferry.router.choice.model import Rate
+from kvferry.simulate.engine import CopyCost, EngineRates, StepTime
 from kvferry.simulate.run import FleetShape, Plan, Policy, simulate
 
 MOST_OFF = 0.2
@@ -121,7 +122,7 @@ class Calibration:
         return EngineRates(
             bytes_per_token=bytes_per_token,
             cache_bytes=CACHE_BYTES,
-            prefill=PrefillCost(fixed, each, attention),
+            prefill=Rate(fixed, each, attention),
             step=StepTime(one - growth, growth),
             transfer=CopyCost(load_fixed, bytes_per_token / max(load_each, LEAST_TOKEN_SECONDS)),
             chunk_tokens=CHUNK_TOKENS,

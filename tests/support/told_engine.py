@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_conv
 from vllm.v1.request import Request
 
 from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.cache.events import EventSource, EventStream
+from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex
 from vllm import LLM, SamplingParams
 
@@ -47,7 +47,7 @@ class View:
     def __init__(self, source: EventSource) -> None:
         self.index = CacheIndex()
         self.part = self.index.part(URL)
-        stream = EventStream(self.index, self.part, source)
+        stream = EventStreams(self.index, URL, source)
         threading.Thread(target=lambda: asyncio.run(stream.run()), daemon=True).start()
 
     def blocks(self) -> set[tuple[int, int]]:
@@ -186,7 +186,6 @@ def main(model: str, kind: str, folder: str) -> None:
         "kinds": sorted(kinds),
         "unplaced": part.unplaced,
         "garbage": part.garbage,
-        "resets": part.resets,
     }
     print("SUMMARY", json.dumps(summary), flush=True)
     os._exit(0)  # vLLM's threads and ours need no farewell

@@ -13,13 +13,22 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.errors import DescriptionError
+import kvferry.router.cache.events as events_module
 from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.cache.events import EventSource, EventStream, EventStreams, decode
-from kvferry.router.cache.index import CacheIndex, Cleared, IndexStats, Removed, Stored
+from kvferry.router.cache.events import EventSource, EventStreams, decode
+from kvferry.router.cache.index import CacheIndex, Cleared, Removed, Stored
+from kvferry.router.cache.index import Publisher as Known
 from waiting import PATIENCE_SECONDS
 
 BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(events_module, "RETRY_SECONDS", 0.05)
+
+
 URL = "http://engine:8000"
 
 
@@ -95,17 +104,13 @@ class World:
     def __init__(self) -> None:
         self.index = CacheIndex()
         self.publisher = Publisher()
-        self.stream: EventStream
+        self.stream: EventStreams
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, *, replay: bool = True) -> None:
         source = self.publisher.source
-        self.stream = EventStream(
-            self.index,
-            self.index.part(URL),
-            source if replay else EventSource(source.events),
-            answer_seconds=0.5,
-            retry_seconds=0.05,
+        self.stream = EventStreams(
+            self.index, URL, source if replay else EventSource(source.events)
         )
         self._task = asyncio.create_task(self.stream.run())
 
@@ -123,8 +128,8 @@ class World:
         await self.publisher.close()
 
     @property
-    def stats(self) -> IndexStats:
-        return self.index.stats()[URL]
+    def stats(self) -> Known:
+        return self.index.part(URL)
 
     def held(self, seed: int) -> int:
         chain = PromptChain(Namespace(), [*tokens_of(seed), 1])
@@ -194,7 +199,7 @@ async def test_a_stream_from_the_first_batch_on(w: World) -> None:
     assert (w.held(1), w.stats.state, w.stats.lost_events, w.stats.restarts) == (4, "live", 0, 0)
     await w.publisher.publish(Cleared())
     await w.until(lambda: w.held(2) == 0)
-    assert (w.stats.resets, w.stats.blocks, w.stats.state) == (1, 0, "live")
+    assert (w.stats.known, w.stats.state) == (0, "live")
 
 
 @in_a_world
@@ -228,13 +233,13 @@ async def test_a_gap_is_filled_in_order(w: World) -> None:
     await w.connected()
     await w.publisher.publish(stored(1))
     await w.until(lambda: w.held(1) == 12)
-    replays = w.stats.replays
+    replays = len(w.publisher.asked)
     await w.publisher.publish(removed(1, 0), lose=True)
     await w.publisher.publish(stored(2), lose=True)
     await w.publisher.publish(stored(3))
     await w.until(lambda: w.held(3) == 12)
     assert (w.held(1), w.held(2), w.stats.state, w.stats.lost_events) == (0, 12, "live", 0)
-    assert w.stats.replays > replays and w.stats.events == 4
+    assert len(w.publisher.asked) > replays and w.stats.events == 4
     assert w.publisher.asked[-1] == 0  # the last that was known
 
 
@@ -294,7 +299,8 @@ async def test_without_a_replay_a_gap_empties_the_view(w: World) -> None:
     await w.publisher.publish(stored(2), lose=True)
     await w.publisher.publish(stored(3))
     await w.until(lambda: w.held(3) == 12)
-    assert (w.held(1), w.stats.state, w.stats.lost_events, w.stats.replays) == (0, "lost", 1, 0)
+    assert (w.held(1), w.stats.state, w.stats.lost_events) == (0, "lost", 1)
+    assert not w.publisher.asked
 
 
 @in_a_world
@@ -319,7 +325,7 @@ def test_a_restart_is_noticed_when_the_engine_is_back(replay: bool) -> None:
                 await w.publisher.publish(stored(seed))
             await w.until(lambda: w.held(2) == 12)
             await w.restart()
-            await w.until(lambda: w.stats.blocks == 0)
+            await w.until(lambda: w.stats.known == 0)
             assert w.stats.state == ("live" if replay else "lost")
             assert w.stats.restarts == int(replay)
             await w.connected()
@@ -370,7 +376,7 @@ async def test_whoever_sees_a_restart_may_say_so(w: World) -> None:
     await w.publisher.publish(stored(1))
     await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
     w.stream.restarted()
-    assert w.held(1) == 0 and w.stats.blocks == 0
+    assert w.held(1) == 0 and w.stats.known == 0
     await w.until(lambda: w.held(1) == 12)  # it was no restart: the replay has everything
     assert w.stats.state == "live"
 
@@ -383,10 +389,10 @@ async def test_garbage_is_counted_and_skipped(w: World) -> None:
     await w.publisher.send(b"")
     await w.publisher.send(b"", b"\x00" * 7, b"")
     await w.publisher.send(b"", b"\x00" * 8, b"", b"")
-    await w.publisher.publish(stored(1), {"type": "BlockMoved", "to": 7}, stored(2), 5, [], None)
+    await w.publisher.publish(stored(1), {"type": "BlockMoved", "to": 7}, stored(2), {}, {"a": 1})
     await w.until(lambda: w.held(2) == 12)
     assert (w.held(1), w.stats.state) == (12, "live")
-    assert w.stats.garbage == before + 3 + 4
+    assert w.stats.garbage == before + 3 + 3
     # a batch that cannot be read may have been a removal
     await w.publisher.publish_bytes(b"\xc1 no msgpack")
     await w.until(lambda: w.stats.state == "lost")
@@ -437,85 +443,17 @@ async def test_a_long_replay_leaves_time_for_requests(w: World) -> None:
     w.follow()
     seen = set()
     while w.stats.state != "live":
-        seen.add(w.stats.blocks)
+        seen.add(w.stats.known)
         await asyncio.sleep(0)
-    assert w.stats.blocks == 40_000
+    assert w.stats.known == 40_000
     assert len(seen) > 200  # others had their turn between batches
 
 
-def test_ranks_publish_at_the_next_ports() -> None:
-    async def inside() -> None:
-        index = CacheIndex()
-        publishers = [Publisher()]
-        source = publishers[0].source
-        events, replay = publishers[0].ports
-        try:
-            publishers.append(Publisher((events + 1, replay + 1)))
-        except zmq.ZMQError:
-            await publishers[0].close()
-            pytest.skip("the next ports are taken")
-        both = EventSource(source.events, source.replay, ranks=2)
-        await publishers[0].publish(stored(1))
-        await publishers[1].publish(stored(2))
-        streams = EventStreams(index, URL, both)
-        task = asyncio.create_task(streams.run())
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while index.stats()[URL].blocks < 6 or index.stats()[URL].state != "live":
-                    await asyncio.sleep(0.01)
-            streams.restarted()
-            assert index.stats()[URL].blocks == 0
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            for publisher in publishers:
-                await publisher.close()
-
-    asyncio.run(inside())
-
-
-def test_older_engines_send_arrays() -> None:
-    event = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, None, 0, FULL, None]
-    gone = ["BlockRemoved", [b"\x01" * 32], "CPU"]
-    payload = msgspec.msgpack.encode(
-        [1.5, [event, gone, ["AllBlocksCleared"], ["New", 1]], 3, "new"]
-    )
-    batch = decode(payload)
-    assert batch is not None and batch.unreadable == 1
-    first, second, third = batch.events
-    assert isinstance(first, Stored) and first.block_hashes == [1, 2]
-    assert (first.group_idx, first.kv_cache_spec_kind, first.medium) == (0, FULL, "GPU")
-    assert isinstance(second, Removed) and second.block_hashes == [b"\x01" * 32]
-    assert isinstance(third, Cleared)
-    # fields that a newer version adds at the end
-    event.append(["more"])
-    longer = decode(msgspec.msgpack.encode([1.5, [[*event, 1, 2, 3]]]))
-    assert longer is None or longer.unreadable == 1  # its locality is no text
-    event[-1] = "LOCAL"
-    longer = decode(msgspec.msgpack.encode([1.5, [[*event, 1, 2, 3]]]))
-    assert longer is not None and longer.unreadable == 0
-
-
-FULL = "full_attention"
-
-
-def test_addresses_that_cannot_be() -> None:
-    source = EventSource.read("tcp://[::1]:5557,replay=tcp://h:5558,topic=kv,ranks=2")
-    assert source == EventSource("tcp://[::1]:5557", "tcp://h:5558", "kv", 2)
-    assert source.of_rank(1) == EventSource("tcp://[::1]:5558", "tcp://h:5559", "kv")
-    assert EventSource.read("ipc:///run/engine").replay is None
-    for text, why in {
-        "tcp://*:5557": "name the host",
-        "tcp://host": "tcp://host:port",
-        "http://host:5557": "tcp://host:port",
-        "tcp://host:99999": "tcp://host:port",
-        "ipc://": "ipc://path",
-        "tcp://host:1,replay=x": "tcp://host:port",
-        "tcp://host:1,speed=2": "no option",
-        "tcp://host:1,ranks=two": "whole number",
-        "tcp://host:1,ranks=0": "from 1",
-        "ipc:///run/engine,ranks=2": "tcp://, not",
-    }.items():
-        with pytest.raises(DescriptionError, match=why):
-            EventSource.read(text)
+def test_kinds_of_events_that_are_new_are_left_out() -> None:
+    known, new = stored(1), {"type": "BlockMoved", "to": 7}
+    removed = Removed([b"\x01" * 32], "CPU", 0)
+    batch = decode(msgspec.msgpack.encode([1.5, [known, new, removed, Cleared()], 3, "new"]))
+    assert batch is not None
+    assert (batch.events, batch.unreadable) == ([known, removed, Cleared()], 1)
+    # the arrays of older engines: what cannot be read at all is lost
+    assert decode(msgspec.msgpack.encode([1.5, [["BlockRemoved", [7], "GPU"]]])) is None

@@ -54,13 +54,11 @@ def engine(name: str, roles: frozenset[Role] = DECODE, **known: object) -> Engin
 
 
 def held(name: str, tokens: int, tier: Tier = "gpu") -> Holding:
-    return Holding(name, tokens, tier, estimated=False)
+    return Holding(name, tokens, tier)
 
 
-def placed(
-    prompt: PromptView, *engines: EngineView, weights: Weights = SELFISH, **more: object
-) -> Decision:
-    decision = place(prompt, engines, Random(1), weights=weights, **more)  # type: ignore[arg-type]
+def placed(prompt: PromptView, *engines: EngineView, weights: Weights = SELFISH) -> Decision:
+    decision = place(prompt, engines, Random(1), weights)
     assert decision is not None
     return decision
 
@@ -233,14 +231,6 @@ def test_a_hand_over_waits_for_blocks_of_both_engines():
     assert option(placed(PromptView(10_000), p, d), "p", "d").parts["queue"] > 0.5
 
 
-def test_a_link_of_its_own_counts():
-    p, near = engine("p", PREFILL), engine("near")
-    far = engine("far", links={"p": Rate(1.0, 0.0)})
-    decision = placed(PromptView(20_000), p, near, far)
-    assert option(decision, "p", "far").parts["transfer"] == pytest.approx(1.0)
-    assert option(decision, "p", "near").parts["transfer"] == pytest.approx(0.206)
-
-
 @pytest.mark.parametrize("state", [{"up": False}, {"draining": True}])
 def test_engines_that_are_down_or_draining_are_never_chosen(state: dict[str, bool]):
     out = engine("out", BOTH, **state)
@@ -249,12 +239,6 @@ def test_engines_that_are_down_or_draining_are_never_chosen(state: dict[str, boo
     for found in placed(prompt, out, slow).options:
         assert "out" not in (found.decode, found.prefill)
     assert place(prompt, [out], Random(1)) is None
-
-
-def test_an_engine_that_failed_the_request_is_left_out():
-    prompt = PromptView(5000, (held("a", 4000),))
-    assert placed(prompt, engine("a"), engine("b"), besides={"a"}).chosen.decode == "b"
-    assert place(prompt, [engine("a")], Random(1), besides={"a"}) is None
 
 
 def test_what_may_not_be_handed_over_is_not():

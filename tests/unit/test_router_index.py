@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import DescriptionError
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.index import PENDING_SECONDS, CacheIndex, Cleared, Removed, Stored
 
@@ -21,9 +20,9 @@ FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
 class Told:
     """One engine that tells the index of its blocks, with hashes of its own."""
 
-    def __init__(self, index: CacheIndex, name: str, size: int = 4, **part: Any) -> None:
+    def __init__(self, index: CacheIndex, name: str, size: int = 4) -> None:
         self.index, self.name, self.size = index, name, size
-        self.part = index.part(name, **part)
+        self.part = index.part(name)
 
     def hashes(self, tokens: Sequence[int], size: int, salt: object = None) -> list[int]:
         """Of prefixes of `size`, 2 * `size`, ... tokens. Other engines have others for the same."""
@@ -101,7 +100,7 @@ def test_blocks_come_one_by_one_and_leave_one_by_one() -> None:
     a.store(tokens[:4])
     a.store(tokens[:20], first=4)
     assert held(index, tokens) == {("a", "gpu"): 40}
-    assert len(index) == 10
+    assert index.size == 10
 
 
 def test_a_block_that_is_held_twice_is_removed_twice() -> None:
@@ -124,8 +123,8 @@ def test_a_block_without_its_parent_has_no_place() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")
     a.store(tokens[:20], first=3)
-    assert held(index, tokens) == {} and len(index) == 0
-    assert index.stats()["a"].unplaced_blocks == 2
+    assert held(index, tokens) == {} and index.size == 0
+    assert a.part.unplaced == 2
     a.remove(tokens[:20])
     a.store(tokens[:12])
     a.store(tokens[:20], first=3)
@@ -146,12 +145,10 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     b.store(tokens[:8])
     index.forget("a")
     assert held(index, tokens) == {("b", "gpu"): 8}
-    assert len(index) == 2
+    assert index.size == 2
     a.store(tokens[:4])  # of the engine's next life
     assert held(index, tokens) == {("a", "gpu"): 4, ("b", "gpu"): 8}
-    for _ in range(10):
-        a.store(tokens[:4])
-    assert index.distinct == 2 and not index._forgotten
+    assert index.distinct == 2
     for _ in range(200):
         a.store(tokens)
         index.forget("a")
@@ -168,12 +165,11 @@ def test_a_reset_empties_the_engine_but_not_the_pool() -> None:
     a.store(tokens, medium="CPU")
     a.store(tokens[:20], medium="STORAGE")
     index.told(a.part, [Cleared()])
-    assert held(index, tokens) == {("a", "pool"): 20}
-    assert index.stats()["a"].resets == 1
+    assert held(index, tokens) == {("", "pool"): 20}
     # what the pool holds is known well enough to be removed, and to be a parent
     a.store(tokens, first=5)
     a.store(tokens[:20])
-    assert held(index, tokens) == {("a", "gpu"): 40, ("a", "pool"): 20}
+    assert held(index, tokens) == {("a", "gpu"): 40, ("", "pool"): 20}
     a.remove(tokens[:4], medium="STORAGE")
     assert held(index, tokens) == {("a", "gpu"): 40}
 
@@ -193,40 +189,39 @@ def test_tiers_are_apart() -> None:
     b.store(tokens)
     hashes = [*b.hashes(tokens[:8], 4), 12345]
     index.told(b.part, [Stored(hashes, None, [], 0, medium="CPU", group_idx=0)])
-    assert held(index, tokens)["b", "cpu"] == 8 and index.stats()["b"].unplaced_blocks == 1
+    assert held(index, tokens)["b", "cpu"] == 8 and b.part.unplaced == 1
     index.told(b.part, [Stored(hashes, None, [], 4, medium="TAPE")])
     assert {tier for _, tier in held(index, tokens)} == {"gpu", "cpu"}
 
 
 def test_engines_tell_of_one_pool_together() -> None:
     index, tokens = CacheIndex(), numbers(40)
-    a, b, c = Told(index, "a"), Told(index, "b"), Told(index, "c", pool="other")
+    a, b = Told(index, "a"), Told(index, "b")
     a.store(tokens[:20], medium="STORAGE")
     b.store(tokens)  # it loaded the first half, and saved only the second
     b.store(tokens, first=5, medium="STORAGE")
-    assert held(index, tokens) == {("b", "gpu"): 40, ("a", "pool"): 40}
-    c.store(tokens[:8], medium="STORAGE")
-    assert held(index, tokens) == {("b", "gpu"): 40, ("a", "pool"): 40, ("c", "pool"): 8}
+    assert held(index, tokens) == {("b", "gpu"): 40, ("", "pool"): 40}
     # one engine did not find a block that another one had saved
     b.remove(tokens[:12], medium="STORAGE", group=None)
-    assert held(index, tokens) == {("b", "gpu"): 40, ("a", "pool"): 8, ("c", "pool"): 8}
+    assert held(index, tokens) == {("b", "gpu"): 40, ("", "pool"): 8}
     index.forget("a")
-    assert held(index, tokens) == {("b", "gpu"): 40, ("c", "pool"): 8}
+    assert held(index, tokens) == {("b", "gpu"): 40}
 
 
 def test_engines_of_one_pool_have_other_block_sizes() -> None:
     index, tokens = CacheIndex(), numbers(48)
     a, b, c = Told(index, "a", 4), Told(index, "b", 12), Told(index, "c", 4)
     a.store(tokens[:16], medium="STORAGE")
+    assert held(index, tokens) == {("", "pool"): 16}
     b.store(tokens[:36], medium="STORAGE")
-    assert held(index, tokens) == {("a", "pool"): 16, ("b", "pool"): 36}
+    assert held(index, tokens) == {("", "pool"): 36}
     c.store(tokens)
     c.store(tokens, first=4, medium="STORAGE")
-    assert held(index, tokens) == {("c", "gpu"): 48, ("a", "pool"): 48, ("b", "pool"): 36}
+    assert held(index, tokens) == {("c", "gpu"): 48, ("", "pool"): 48}
     index.forget("c")
-    assert held(index, tokens) == {("a", "pool"): 16, ("b", "pool"): 36}
+    assert held(index, tokens) == {("", "pool"): 36}
     b.remove(tokens[:12], medium="STORAGE")
-    assert held(index, tokens) == {("a", "pool"): 16}
+    assert held(index, tokens) == {("", "pool"): 16}
 
 
 def test_engines_with_other_block_sizes() -> None:
@@ -238,7 +233,7 @@ def test_engines_with_other_block_sizes() -> None:
     assert held(index, tokens[:40]) == {("a", "gpu"): 40, ("b", "gpu"): 32, ("c", "gpu"): 36}
 
 
-def test_adapters_salts_and_models_are_apart() -> None:
+def test_adapters_and_salts_are_apart() -> None:
     index, tokens = CacheIndex(), numbers(16)
     a = Told(index, "a")
     a.store(tokens, lora_name="poet", extra_keys=[("poet",)] * 4, hash_salt="poet")
@@ -254,11 +249,8 @@ def test_adapters_salts_and_models_are_apart() -> None:
     assert held(index, tokens) == {}
     # the pool's events carry no salt, but their hashes are known
     a.store(tokens, medium="STORAGE", hash_salt="salt")
-    assert held(index, tokens, salt="secret") == {("a", "gpu"): 16, ("a", "pool"): 16}
+    assert held(index, tokens, salt="secret") == {("a", "gpu"): 16, ("", "pool"): 16}
     assert held(index, tokens) == {}
-    b = Told(index, "b", model="large")
-    b.store(tokens)
-    assert held(index, tokens) == {} and held(index, tokens, model="large") == {("b", "gpu"): 16}
 
 
 def test_images_end_what_a_text_can_hit() -> None:
@@ -271,7 +263,7 @@ def test_images_end_what_a_text_can_hit() -> None:
     assert index.distinct == 7
     # keys that cannot be laid to a block
     a.store(tokens, extra_keys=[None], hash_salt="odd")
-    assert index.stats()["a"].unplaced_blocks == 4
+    assert a.part.unplaced == 4
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -340,7 +332,7 @@ def test_a_pool_of_several_groups_has_their_kinds() -> None:
     a.store(tokens, medium="STORAGE")
     state = a.stored(tokens[:20], first=4, medium="STORAGE", group_idx=1)
     index.told(a.part, [state])
-    assert held(index, tokens) == {("a", "gpu"): 40, ("a", "pool"): 20}
+    assert held(index, tokens) == {("a", "gpu"): 40, ("", "pool"): 20}
 
 
 def test_kinds_that_the_index_does_not_know_are_no_obstacle() -> None:
@@ -375,10 +367,11 @@ def test_groups_with_other_block_sizes() -> None:
 
 def test_an_engine_without_events_is_estimated() -> None:
     index, tokens = CacheIndex(), numbers(64)
-    index.part("a", block_tokens=4, capacity_blocks=12)
+    part = index.part("a")
+    part.estimate_tokens, part.capacity_blocks = 4, 12
     index.sent("a", prompt(tokens[:40]))
     (holding,) = index.holdings(prompt(tokens))
-    assert (holding.engine, holding.tokens, holding.estimated) == ("a", 40, True)
+    assert (holding.engine, holding.tokens) == ("a", 40)
     stats = index.stats()["a"]
     assert (stats.state, stats.blocks, stats.estimated_blocks) == ("estimated", 0, 10)
     # its cache is full: the prompt that was not used for longest leaves, its end first
@@ -388,9 +381,9 @@ def test_an_engine_without_events_is_estimated() -> None:
     index.sent("a", prompt(tokens[:28]))
     index.sent("a", prompt(numbers(8, seed=2)))
     assert held(index, other) == {("a", "gpu"): 12} and held(index, tokens) == {("a", "gpu"): 28}
-    assert index.stats()["a"].estimated_blocks == 12 == len(index)
+    assert index.stats()["a"].estimated_blocks == 12 == index.size
     index.forget("a")
-    assert held(index, tokens) == {} and len(index) == 0
+    assert held(index, tokens) == {} and index.size == 0
 
 
 def test_what_was_just_sent_counts_until_events_come() -> None:
@@ -400,11 +393,9 @@ def test_what_was_just_sent_counts_until_events_come() -> None:
     a.store(tokens[:8])
     index.whole(a.part)
     index.sent("a", prompt(tokens[:20]))
-    (holding,) = index.holdings(prompt(tokens))
-    assert (holding.tokens, holding.estimated) == (20, True)
+    assert held(index, tokens) == {("a", "gpu"): 20}
     a.store(tokens[:20], first=2)
-    (holding,) = index.holdings(prompt(tokens))
-    assert (holding.tokens, holding.estimated) == (20, False)
+    assert held(index, tokens) == {("a", "gpu"): 20}
     index.sent("a", prompt(tokens))
     now[0] += PENDING_SECONDS
     assert held(index, tokens) == {("a", "gpu"): 20}
@@ -416,7 +407,8 @@ def test_estimates_beside_a_plain_model(live: bool) -> None:
     """A list of prefixes, the oldest first, is the oracle."""
     random_, now, capacity = random.Random(5), [100.0], 30
     index = CacheIndex(clock=lambda: now[0])
-    part = index.part("a", block_tokens=4, capacity_blocks=capacity)
+    part = index.part("a")
+    part.estimate_tokens, part.capacity_blocks = 4, capacity
     if live:
         index.whole(part)
     roots = [numbers(40, seed) for seed in range(3)]
@@ -435,7 +427,7 @@ def test_estimates_beside_a_plain_model(live: bool) -> None:
         model = dict(list(model.items())[-capacity:])
         now[0] += random_.choice((0, 0.5, PENDING_SECONDS / 4))
         model = {prefix: until for prefix, until in model.items() if until > now[0]}
-        assert index.stats()["a"].estimated_blocks == len(index) == len(model)
+        assert index.stats()["a"].estimated_blocks == index.size == len(model)
 
 
 def test_what_an_engine_did_not_have_is_not_believed() -> None:
@@ -445,29 +437,12 @@ def test_what_an_engine_did_not_have_is_not_believed() -> None:
     b.store(tokens)
     index.missed("a", prompt(tokens), 12)
     assert held(index, tokens) == {("a", "gpu"): 12, ("b", "gpu"): 40}
-    assert index.stats()["a"].missed_blocks == 7
     a.remove(tokens[:20])
     a.store(tokens[:20], first=3)
     assert held(index, tokens)["a", "gpu"] == 20
     index.sent("c", prompt(tokens))
     index.missed("c", prompt(tokens), 0)
     assert ("c", "gpu") not in held(index, tokens)
-
-
-def test_ranks_of_one_engine() -> None:
-    index, tokens = CacheIndex(), numbers(40)
-    a = Told(index, "a")
-    other = index.part("a", 1)
-    a.store(tokens[:8])
-    index.told(other, [a.stored(tokens[:20])])
-    assert held(index, tokens) == {("a", "gpu"): 20}
-    other.view, a.part.view = "live", "lost"
-    stats = index.stats()["a"]
-    assert (stats.state, stats.blocks, stats.events) == ("lost", 7, 2)
-    index.missed("a", prompt(tokens), 0)  # which of the ranks served it is not known
-    assert held(index, tokens) == {("a", "gpu"): 20}
-    index.forget("a")
-    assert held(index, tokens) == {}
 
 
 def test_a_lost_view_is_whole_again_when_the_engine_has_turned_over() -> None:
@@ -509,10 +484,6 @@ def test_an_engine_that_had_nothing_goes_on_to_tell() -> None:
     a.part.replaying = True  # a replay tells of earlier moments
     index.emptied("a")
     assert held(index, prompts[7]) == {("a", "gpu"): 40}
-    a.part.replaying = False
-    index.part("a", 1)  # which of the ranks had nothing is not known
-    index.emptied("a")
-    assert held(index, prompts[7]) == {("a", "gpu"): 40}
     index.sent("b", prompt(prompts[0]))
     index.emptied("b")
     assert ("b", "gpu") not in held(index, prompts[0]) and index.state("b") == "estimated"
@@ -523,7 +494,7 @@ def test_what_a_removed_engine_still_tells_is_dropped() -> None:
     a = Told(index, "a")
     index.remove("a")
     a.store(tokens)
-    assert len(index) == 0 and index.distinct == 0 and held(index, tokens) == {}
+    assert index.size == 0 and index.distinct == 0 and held(index, tokens) == {}
 
 
 def test_the_index_is_bounded_and_fair() -> None:
@@ -535,13 +506,10 @@ def test_the_index_is_bounded_and_fair() -> None:
     large.store(popular)
     for seed in range(100):
         large.store(numbers(100, seed))
-        assert len(index) <= 1000
+        assert index.size <= 1000
         assert held(index, popular)["large", "gpu"] == 40
     assert held(index, kept) == {("small", "gpu"): 400}
-    stats = index.stats()
-    assert stats["small"].forgotten_blocks == 0
-    assert stats["large"].forgotten_blocks == 2510 - stats["large"].blocks
-    assert index.distinct == len(index) and len(index._used) <= len(index)
+    assert index.distinct == index.size and len(index._used) <= index.size
     assert held(index, numbers(100, seed=99))["large", "gpu"] == 100
     # an unused prompt is forgotten, and its removal is no surprise
     old = numbers(100, seed=0)
@@ -549,7 +517,7 @@ def test_the_index_is_bounded_and_fair() -> None:
     large.remove(old[:4])
     for seed in range(500):
         index.sent("guessed", prompt(numbers(100, seed)))
-    assert len(index) <= 1000 and held(index, popular)["large", "gpu"] == 40
+    assert index.size <= 1000 and held(index, popular)["large", "gpu"] == 40
 
 
 def test_hostile_events_do_not_grow_the_index() -> None:
@@ -564,12 +532,10 @@ def test_hostile_events_do_not_grow_the_index() -> None:
     index.told(a.part, [Stored([5], None, [1] * 5, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([6], None, [-1] * 4, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([7], None, [1 << 40] * 4, 4, medium="GPU", group_idx=0)])
-    assert index.stats()["a"].garbage == 2
+    assert a.part.garbage == 2
     for size in range(5, 100):
         index.told(a.part, [Stored([8], None, [1] * size, size, medium="GPU", group_idx=size % 60)])
-    assert len(index._walks) <= 16 and len(index) <= 30
-    with pytest.raises(DescriptionError, match="most_blocks must be 1"):
-        CacheIndex(0)
+    assert len(index._walks) <= 16 and index.size <= 30
     with pytest.raises(ValueError, match="token ids must be"):
         prompt([-1])
 
@@ -648,8 +614,7 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
         for group in groups[name]:
             for prefix in held_by[name, group]:
                 engines[name].remove(prefix, group=group)
-    index._sweep(1 << 30)
-    assert len(index) == 0 and index.distinct == 0 and not index._used
+    assert index.size == 0 and index.distinct == 0 and not index._used
     assert not any(engine.part.copies for engine in engines.values())
 
 
@@ -679,5 +644,5 @@ def test_a_block_takes_little_memory() -> None:
         index.told(a.part, batch)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(index) == 20_000
-    assert used / len(index) < 300
+    assert index.size == 20_000
+    assert used / index.size < 300

@@ -28,7 +28,7 @@ from vllm.distributed.kv_events import (
 
 from kvferry.router.api import Generation
 from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.cache.events import EventSource, EventStream
+from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex
 from kvferry.router.cache.prompts import (
     CHAT,
@@ -115,7 +115,7 @@ def test_vllms_publisher(tmp_path: Path) -> None:
         first = publisher()
         for number in range(3):
             first.publish(KVEventBatch(ts=0.0, events=[stored(number)]))
-        stream = EventStream(index, part, source, retry_seconds=0.1)
+        stream = EventStreams(index, "engine", source)
         task = asyncio.create_task(stream.run())
         try:
             await until(lambda: part.state == "live" and held(2))
@@ -137,8 +137,9 @@ def test_vllms_publisher(tmp_path: Path) -> None:
                 await until(lambda: held(19))
                 assert held(10) and part.state == "live" and part.lost_events == 0
                 # a router that comes now gets what is left of the buffer
-                late = index.part("engine", 1)
-                other = asyncio.create_task(EventStream(index, late, source).run())
+                other_index = CacheIndex()
+                late = other_index.part("engine")
+                other = asyncio.create_task(EventStreams(other_index, "engine", source).run())
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     while late.replaying or late.known < 5:
                         await asyncio.sleep(0.01)
@@ -196,7 +197,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     ]
     index = CacheIndex()
     part = index.part(engine.url)
-    task = asyncio.create_task(EventStream(index, part, source).run())
+    task = asyncio.create_task(EventStreams(index, engine.url, source).run())
     client = httpx.AsyncClient(trust_env=False, timeout=SECONDS)
     transport = EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
     rendered = PromptChains(transport, seconds=PATIENCE_SECONDS)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, cast
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -27,14 +25,6 @@ HEAD = (
     *("token ms p50", "p99", "good %", "good/s"),
 )
 FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
-USE_HEAD = ("policy", "load", "engine", "busy", "requests", "tokens computed")
-
-
-class Run(NamedTuple):
-    """A result, and how many times faster than the trace its requests came."""
-
-    speed: float
-    result: SimulationResult
 
 
 def simulate(
@@ -77,7 +67,7 @@ def simulate(
         )
         read = read_trace(trace, requests)
         runs = [
-            Run(times, run_one(read.faster(times), replace(plan, policy=name)))
+            run_one(read, replace(plan, policy=name, speed=times))
             for times in speed or [1.0]
             for name in policies
         ]
@@ -86,14 +76,14 @@ def simulate(
             page = result_page(f"{trace.name} on {plan.shape} engines", about, runs)
             keep_page(html, page.html(), "page")
     if as_json:
-        print_json({"about": about, "runs": [_as_json(run) for run in runs]})
+        print_json({"about": about, "runs": [asdict(run) for run in runs]})
         return
     console = Console()
     for line in about:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(table(HEAD, [_row(run) for run in runs]))
-    real = sum(run.result.real_seconds for run in runs)
-    count = sum(run.result.requests for run in runs)
+    real = sum(run.real_seconds for run in runs)
+    count = sum(run.requests for run in runs)
     console.print(f"{count:,} requests in {real:.1f} s", highlight=False)
 
 
@@ -124,63 +114,34 @@ def _about(trace: Trace, plan: Plan) -> list[str]:
     return lines
 
 
-def _as_json(run: Run) -> dict[str, Any]:
-    result: SimulationResult = run.result
-    fields = asdict(result)
-    del fields["first_tokens"]
-    fields |= {"speed": run.speed, "hit_rate": result.hit_rate}
-    if math.isnan(result.expected_error):
-        fields["expected_error"] = None
-    return cast(dict[str, Any], msgspec.to_builtins(fields))
-
-
-def result_page(title: str, about: Sequence[str], runs: Sequence[Run]) -> Page:
-    """Plots by load, distributions, and tables of every figure."""
+def result_page(title: str, about: Sequence[str], runs: Sequence[SimulationResult]) -> Page:
+    """Plots by load, and a table."""
 
     def by_load(y_title: str, of: Callable[[SimulationResult], float], log: bool = False) -> str:
-        points: dict[str, list[tuple[float, float]]] = {run.result.policy: [] for run in runs}
-        for _, result in sorted(runs, key=lambda run: run.speed):
-            points[result.policy].append((result.offered_per_second, of(result)))
-        return plot(_curves(points), "requests a second", y_title, log_y=log)
+        points: dict[str, list[tuple[float, float]]] = {run.policy: [] for run in runs}
+        for run in sorted(runs, key=lambda run: run.speed):
+            points[run.policy].append((run.offered_per_second, of(run)))
+        curves = [
+            Curve(name, colour, found)
+            for (name, found), colour in zip(points.items(), COLOURS, strict=False)
+        ]
+        return plot(curves, "requests a second", y_title, log_y=log)
 
     plots = [
         ("First token, 90th percentile", by_load("s", lambda r: r.first_token.p90, True)),
         ("Prompt tokens from a cache", by_load("%", lambda r: 100 * r.hit_rate)),
         ("Good requests", by_load("%", lambda r: 100 * r.good_share)),
     ]
-    for speed in sorted({run.speed for run in runs}):
-        results = [run.result for run in runs if run.speed == speed]
-        points: dict[str, list[tuple[float, float]]] = {
-            r.policy: [
-                (100 * at / (len(r.first_tokens) - 1), seconds)
-                for at, seconds in enumerate(r.first_tokens)
-            ]
-            for r in results
-        }
-        heading = f"First token at {results[0].offered_per_second:.1f} requests a second"
-        drawn = plot(_curves(points), "% of requests at or below", "s", log_y=True)
-        plots.append((heading, drawn))
-    sheets = [
-        TableSheet("Results", FULL_HEAD, [_full_row(run) for run in runs]),
-        TableSheet("Engines", USE_HEAD, [cells for run in runs for cells in _uses(run)]),
-    ]
-    return Page(title, title, " ".join(about), sheets, (), plots)
+    sheet = TableSheet("Results", FULL_HEAD, [_full_row(run) for run in runs])
+    return Page(title, title, " ".join(about), [sheet], (), plots)
 
 
-def _curves(points: dict[str, list[tuple[float, float]]]) -> list[Curve]:
-    return [
-        Curve(name, colour, found)
-        for (name, found), colour in zip(points.items(), COLOURS, strict=False)
-    ]
-
-
-def _row(run: Run) -> list[str]:
+def _row(result: SimulationResult) -> list[str]:
     """The cells of `HEAD`."""
-    speed, result = run
     first, token = result.first_token, result.token
     return [
         result.policy,
-        f"{speed:g}",
+        f"{result.speed:g}",
         f"{result.offered_per_second:.2f}",
         f"{100 * result.hit_rate:.1f}",
         *(f"{seconds:.3g}" for seconds in (first.p50, first.p90, first.p99)),
@@ -190,16 +151,7 @@ def _row(run: Run) -> list[str]:
     ]
 
 
-def _full_row(run: Run) -> list[str]:
-    result = run.result
-    served = max(1, result.requests - result.refused)
-    handed_over = f"{100 * result.handed_over / served:.0f}"
-    return [*_row(run), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]
-
-
-def _uses(run: Run) -> list[list[str]]:
-    head = [run.result.policy, f"{run.speed:g}"]
-    return [
-        [*head, use.name, f"{use.busy_share:.0%}", f"{use.requests:,}", f"{use.computed_tokens:,}"]
-        for use in run.result.uses
-    ]
+def _full_row(result: SimulationResult) -> list[str]:
+    """The cells of `FULL_HEAD`."""
+    handed_over = f"{100 * result.handed_over / (result.requests - result.refused):.0f}"
+    return [*_row(result), f"{1000 * result.gap.p99:.1f}", handed_over, str(result.refused)]

@@ -7,9 +7,6 @@ first served, and takes as much longer. Requests enter between two steps, when t
 prompt and answer, and keep these until they end. What no request holds any more stays cached until
 its blocks are needed; the least recently used go first.
 
-Real engines give blocks for an answer as it grows, and stop a request if none is left. They also
-cache answers. Both are left out: a trace does not say which prompt continues which answer.
-
 Steps that only decode are taken many at a time, up to the next request that ends or comes. So the
 work of a simulation grows with requests and chunks, not with tokens.
 """
@@ -21,60 +18,49 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import EngineView, Rate, Role, Source
+from kvferry.router.choice.model import EngineView, NotNegative, Positive, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
-_MAY_BE_ZERO = ("fixed_seconds", "request_seconds", "context_token_seconds", "router_seconds")
 MEASURED = Path(__file__).parent / "h200-8b.json"
 # For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
 # full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
 HOLD_SECONDS = 300.0
 
 
-class PrefillCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt's computation; see kvferry.router.choice.model.Rate."""
-
-    fixed_seconds: float
-    token_seconds: float
-    attention_tokens: float = math.inf
-
-
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step that decodes: for itself, for each request, for each token of their contexts."""
 
-    fixed_seconds: float
-    request_seconds: float = 0.0
-    context_token_seconds: float = 0.0
+    fixed_seconds: NotNegative
+    request_seconds: NotNegative = 0.0
+    context_token_seconds: NotNegative = 0.0
 
 
 class CopyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    fixed_seconds: float
-    bytes_per_second: float
+    fixed_seconds: NotNegative
+    bytes_per_second: Positive
 
 
 class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of rates: what one engine costs. All engines of a simulation are equal."""
 
-    bytes_per_token: float
-    cache_bytes: float  # for KV cache
-    prefill: PrefillCost
+    bytes_per_token: Positive
+    cache_bytes: Positive  # for KV cache
+    prefill: Rate
     step: StepTime
     transfer: CopyCost  # from engine to engine
     pool: CopyCost | None = None
-    chunk_tokens: int = 8192  # vLLM's max_num_batched_tokens
-    most_running: int = 256  # vLLM's max_num_seqs
-    router_seconds: float = 0.0  # of each request, before and beside its engines
+    chunk_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192  # vLLM's max_num_batched_tokens
+    most_running: Annotated[int, msgspec.Meta(gt=0)] = 256  # vLLM's max_num_seqs
+    router_seconds: NotNegative = 0.0  # of each request, before and beside its engines
     about: str = ""
     command: str = ""  # that measured them
-
-    def prefill_rate(self) -> Rate:
-        cost = self.prefill
-        return Rate(cost.fixed_seconds, cost.token_seconds, cost.attention_tokens)
 
     def copy_rate(self, cost: CopyCost) -> Rate:
         return Rate(cost.fixed_seconds, self.bytes_per_token / cost.bytes_per_second)
@@ -83,23 +69,11 @@ class EngineRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_rates(path: Path = MEASURED) -> EngineRates:
     """Raises DescriptionError that says what is wrong."""
     try:
-        rates = msgspec.json.decode(path.read_bytes(), type=EngineRates)
-        _require_positive(msgspec.to_builtins(rates))
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=EngineRates)
+    except (OSError, ValueError) as error:
         raise DescriptionError(
             f"cannot read the rates {path}: {error}; {MEASURED} is a file to start from"
         ) from None
-    return rates
-
-
-def _require_positive(fields: dict[str, object]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _require_positive(value)
-        elif isinstance(value, int | float) and not (
-            value > 0 or (name in _MAY_BE_ZERO and value == 0)
-        ):
-            raise ValueError(f"{name} must be more than 0, not {value!r}")
 
 
 class VirtualClock:
@@ -114,59 +88,18 @@ class VirtualClock:
         self._planned += 1
         heapq.heappush(self._events, (max(seconds, self.now), self._planned, call))
 
-    def run(self) -> int:
-        """Until nothing is planned. Returns how many events there were."""
+    def run(self) -> None:
+        """Until nothing is planned."""
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
-        return self._planned
-
-
-class BlockMap:
-    """Which engines hold which block, as a mask of bits. A lookup for all engines is one walk."""
-
-    def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
-
-    def add(self, block: int, bit: int) -> None:
-        self._masks[block] = self._masks.get(block, 0) | bit
-
-    def remove(self, block: int, bit: int) -> None:
-        left = self._masks[block] & ~bit
-        if left:
-            self._masks[block] = left
-        else:
-            del self._masks[block]
-
-    def leading(self, blocks: Sequence[int]) -> dict[int, int]:
-        """Leading blocks held, by the engine's bit; engines that hold none are left out."""
-        found: dict[int, int] = {}
-        mask = -1
-        for count, block in enumerate(blocks):
-            still = mask & self._masks.get(block, 0)
-            if count:
-                _give(found, mask & ~still, count)
-            mask = still
-            if not mask:
-                return found
-        _give(found, mask, len(blocks))
-        return found
-
-
-def _give(found: dict[int, int], mask: int, count: int) -> None:
-    while mask > 0:
-        bit = mask & -mask
-        found[bit] = count
-        mask ^= bit
 
 
 class PrefixCache:
     """The blocks of one engine: held by requests (named or not), cached, or free."""
 
-    def __init__(self, most_blocks: int, blocks: BlockMap, bit: int) -> None:
+    def __init__(self, most_blocks: int) -> None:
         self.most = most_blocks
-        self._map = blocks
-        self._bit = bit
         self._pins: Counter[int] = Counter()  # named blocks that requests hold
         self._idle: OrderedDict[int, None] = OrderedDict()  # named blocks that no request holds
         self._unnamed = 0  # held blocks whose content is not there, or not to be found
@@ -175,15 +108,9 @@ class PrefixCache:
     def free_share(self) -> float:
         return 1 - (len(self._pins) + self._unnamed) / self.most
 
-    @property
-    def named(self) -> int:
-        return len(self._pins) + len(self._idle)
-
     def leading(self, blocks: Sequence[int]) -> int:
-        for count, block in enumerate(blocks):
-            if block not in self._pins and block not in self._idle:
-                return count
-        return len(blocks)
+        held = takewhile(lambda block: block in self._pins or block in self._idle, blocks)
+        return sum(1 for _ in held)
 
     def take(self, hits: Sequence[int], new: int) -> bool:
         """Hold cached blocks, and `new` empty ones. False: there is no room, nothing is taken."""
@@ -195,8 +122,7 @@ class PrefixCache:
             self._pins[block] += 1
         self._unnamed += new
         while len(self._pins) + len(self._idle) + self._unnamed > self.most:
-            block, _ = self._idle.popitem(last=False)
-            self._map.remove(block, self._bit)
+            self._idle.popitem(last=False)
         return True
 
     def name(self, blocks: Sequence[int]) -> list[int]:
@@ -207,7 +133,6 @@ class PrefixCache:
         named = [b for b in blocks if b not in self._pins and b not in self._idle]
         for block in named:
             self._pins[block] = 1
-            self._map.add(block, self._bit)
         self._unnamed -= len(named)
         return named
 
@@ -229,10 +154,7 @@ class ModelledPool:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: Sequence[int]) -> int:
-        for count, block in enumerate(blocks):
-            if block not in self._blocks:
-                return count
-        return len(blocks)
+        return sum(1 for _ in takewhile(self._blocks.__contains__, blocks))
 
     def put(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
@@ -283,25 +205,21 @@ class _Steps:
 
 
 class Gaps:
-    """Seconds between two tokens of a stream, as counts on a logarithmic scale."""
-
-    _PER_DECADE = 50
-    _LEAST = 1e-5
+    """Seconds between two tokens of a stream, to 10 microseconds, and how often they were seen."""
 
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+        self._counts: Counter[float] = Counter()
 
     def add(self, seconds: float, count: int) -> None:
-        place = round(self._PER_DECADE * math.log10(max(seconds, self._LEAST) / self._LEAST))
-        self._counts[place] += count
+        self._counts[round(seconds, 5)] += count
 
     def percentile(self, share: float) -> float:
         """nan without gaps."""
         wanted = share * self._counts.total()
-        for place in sorted(self._counts):
-            wanted -= self._counts[place]
+        for seconds in sorted(self._counts):
+            wanted -= self._counts[seconds]
             if wanted <= 0:
-                return float(self._LEAST * 10 ** (place / self._PER_DECADE))
+                return seconds
         return math.nan
 
 
@@ -326,7 +244,7 @@ class ModelledEngine:
         self._prefills = 0  # jobs that are computed here and decode elsewhere
         self.busy_seconds = 0.0
         self.computed_tokens = 0
-        self._rates, self._prefill = rates, rates.prefill_rate()
+        self._rates, self._prefill = rates, rates.prefill
         self._transfer = rates.copy_rate(rates.transfer)
         self._load = rates.copy_rate(rates.pool) if pool and rates.pool else None
         self._block_tokens, self._pool = block_tokens, pool
@@ -361,8 +279,6 @@ class ModelledEngine:
         return EngineView(
             name=self.name,
             roles=self.roles,
-            up=True,
-            draining=False,
             waiting_tokens=max(0, round(work)),
             running=max(0, self.assigned - len(self._waiting)),
             waiting=len(self._waiting),
@@ -377,23 +293,21 @@ class ModelledEngine:
 
     def submit(self, job: SimulatedRequest) -> None:
         """A prompt to compute here."""
-        request = job.request
         self._prefills += job.prefill is not None
-        if self._needed(job) > self.cache.most:
-            self._refuse(job)
-            return
-        hit = self.cache.leading(request.blocks) * self._block_tokens
-        self._set_work(job, self._prefill.work(request.tokens - hit, hit))
-        self._waiting.append(job)
-        self._wake()
+        hit = self.cache.leading(job.request.blocks) * self._block_tokens
+        self._set_work(job, self._prefill.work(job.request.tokens - hit, hit))
+        self.receive(job)
 
     def receive(self, job: SimulatedRequest) -> None:
-        """A prompt that another engine has computed."""
-        if self._needed(job) > self.cache.most:
-            self._refuse(job)
+        """A prompt that another engine has computed, or that is to be computed here."""
+        if self._needed(job) <= self.cache.most:
+            self._waiting.append(job)
+            self._wake()
             return
-        self._waiting.append(job)
-        self._wake()
+        job.refused = True
+        if self is job.prefill:
+            self._prefills -= 1
+        self._end(job)
 
     # Entering
 
@@ -402,12 +316,6 @@ class ModelledEngine:
         if self is job.decode:
             tokens += job.request.output_tokens
         return math.ceil(tokens / self._block_tokens)
-
-    def _refuse(self, job: SimulatedRequest) -> None:
-        job.refused = True
-        if self is job.prefill:
-            self._prefills -= 1
-        self._end(job)
 
     def _wake(self) -> None:
         """Begin a step, or let the steps under way end early."""

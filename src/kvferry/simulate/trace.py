@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of requests, from JSON lines of two kinds. A file has lines of one kind.
+"""Traces of requests, from JSON lines of two kinds: Mooncake's and ours (docs/routing.md).
 
-Mooncake's traces: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
-`hash_ids`, one number for each 512 tokens of the prompt. Equal numbers mean that all tokens up to
-there are equal. The number of a block that is not full is not used: engines cache whole blocks.
+In Mooncake's, equal `hash_ids` mean that all tokens up to there are equal. The number of a block
+that is not full is not used: engines cache whole blocks.
 
-Ours, for a load that is made up or read from a log:
-
-    {"seconds": 0.5, "input_tokens": 900, "output_tokens": 200, "conversation": "a",
-     "system": "helper", "system_tokens": 500}
-
-A prompt begins with `system_tokens` tokens that all prompts of the same `system` share. The rest is
-the conversation's: its next prompt continues this one as far as both go. Without `conversation`,
-the rest is shared with no other request; without `system`, nothing comes before it.
+In ours, a prompt begins with `system_tokens` tokens that all prompts of the same `system` share.
+The rest is the conversation's: its next prompt continues this one as far as both go. Without
+`conversation`, the rest is shared with no other request.
 """
 
 from __future__ import annotations
@@ -20,16 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from kvferry.errors import DescriptionError
+from kvferry.router.choice.model import NotNegative
 
 MOONCAKE_BLOCK_TOKENS = 512
 OUR_BLOCK_TOKENS = 64
 # Of one prompt. A trace is a file of the user's own; this refuses what is a mistake.
-MOST_TOKENS = 16 << 20
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=16 << 20)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +84,12 @@ def _rows(path: Path, lines: Iterable[bytes], kind: type[_Row]) -> Iterator[_Row
 
 
 class _Mooncake(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
+    timestamp: NotNegative
+    input_length: Tokens
+    output_length: Tokens
     hash_ids: list[int]
 
     def __post_init__(self) -> None:
-        _check(self.timestamp, self.input_length, self.output_length)
         if len(self.hash_ids) * MOONCAKE_BLOCK_TOKENS < self.input_length:
             raise ValueError(
                 f"{len(self.hash_ids)} hash_ids are too few for {self.input_length} tokens in "
@@ -104,27 +98,19 @@ class _Mooncake(msgspec.Struct):
 
 
 class _Ours(msgspec.Struct, forbid_unknown_fields=True):
-    seconds: float
-    input_tokens: int
-    output_tokens: int
+    seconds: NotNegative
+    input_tokens: Tokens
+    output_tokens: Tokens
     conversation: str = ""
     system: str = ""
     system_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.seconds, self.input_tokens, self.output_tokens)
         if not 0 <= self.system_tokens <= self.input_tokens:
             raise ValueError(
                 f"system_tokens are a part of input_tokens, {self.system_tokens} is not within "
                 f"{self.input_tokens}"
             )
-
-
-def _check(seconds: float, tokens: int, output: int) -> None:
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"a time must be 0 or more, not {seconds!r}")
-    if not 1 <= tokens <= MOST_TOKENS or not 1 <= output <= MOST_TOKENS:
-        raise ValueError(f"tokens are 1 to {MOST_TOKENS}, not {tokens} and {output}")
 
 
 def _from_mooncake(rows: Iterable[_Mooncake]) -> list[TraceRequest]:

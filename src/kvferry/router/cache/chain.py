@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of a prompt's blocks, which are the router's own.
 
-Engines name a block by a hash of their own: with their seed, their function, and their block size.
-The router does not repeat that. It names a block by a digest of the block's tokens and of the
-digest before it, so a digest stands for the whole prefix that ends with the block. The router makes
-the digests of a prompt from its tokens, and the digests of an engine's blocks from the tokens in
-its events. Both are equal where the tokens are.
-
-The first digest follows a seed: the namespace, in which equal tokens mean equal caches.
+Engines name a block by a hash of their own. The router names it by a digest of the block's tokens
+and of the digest before it, so a digest stands for the whole prefix that ends with the block. The
+first digest follows the namespace's seed. Digests of a prompt come from its tokens, those of an
+engine's blocks from the tokens in its events; both are equal where the tokens are.
 
 A digest is Python's own hash of bytes: keyed by this process, and three times as fast as any of
 `hashlib`. It has 61 bits. Two of a million prefixes have the same one in one of five million
@@ -29,13 +26,12 @@ _TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 class Namespace:
     """Caches are shared only within one namespace; "" is the usual one."""
 
-    model: str = ""  # the base model, where engines of one router serve several
     lora: str = ""
     salt: str = ""  # a request's `cache_salt`
 
     @property
     def seed(self) -> Digest:
-        return hash((self.model, self.lora, self.salt))
+        return hash((self.lora, self.salt))
 
 
 class PromptChain:

@@ -3,9 +3,8 @@
 
 vLLM publishes what its cache stores and removes (`--kv-events-config`): batches, numbered from 0,
 over a PUB socket. A second socket, if the engine has one (`replay_endpoint`), sends the last
-batches again, from a number that is asked for. Each data-parallel rank has sockets of its own, at
-the next port. A publisher that says nothing has nothing to say: its engine is idle. Whether the
-engine is alive is for others to find out.
+batches again, from a number that is asked for. A publisher that says nothing has nothing to say:
+its engine is idle. Whether the engine is alive is for others to find out.
 
 The part of the index that the stream feeds is in one of these states:
 
@@ -38,29 +37,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.errors import DescriptionError
-from kvferry.router.cache.index import CacheIndex, Cleared, Event, Publisher, Removed, Stored
+from kvferry.router.cache.index import CacheIndex, Event
 
 log = logging.getLogger(__name__)
 
-_MOST_RANKS = 1024
 _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
 _POLL_SECONDS = 0.5  # after which the stream looks whether anything was asked of it
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
-_ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
+ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # each of which must bring the stream further
-_RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
+RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
 _MOST_RETRY_SECONDS = 60.0
 _SETTLE_SECONDS = 0.5  # after which a new connection surely carries all that is published
 _END = b"\xff" * 8  # the number after the last batch of a replay
@@ -71,91 +67,23 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where an engine publishes. `read` takes it from a text."""
+    """Where an engine publishes."""
 
-    events: str  # tcp://host:port or ipc://path, of data-parallel rank 0
+    events: str  # tcp://host:port or ipc://path
     replay: str | None = None
-    topic: str = ""
-    ranks: int = 1  # data-parallel
-
-    def __post_init__(self) -> None:
-        for endpoint in (self.events, self.replay):
-            if endpoint is not None:
-                _require_endpoint(endpoint)
-        if not 1 <= self.ranks <= _MOST_RANKS:
-            raise DescriptionError(f"ranks must be from 1 to {_MOST_RANKS}, not {self.ranks}")
-        if self.ranks > 1 and not self.events.startswith("tcp://"):
-            raise DescriptionError(f"data-parallel ranks publish at tcp://, not at {self.events}")
-
-    @classmethod
-    def read(cls, text: str) -> EventSource:
-        """From tcp://host:5557[,replay=tcp://host:5558][,topic=T][,ranks=N]."""
-        events, *options = text.split(",")
-        given: dict[str, Any] = {}
-        for option in options:
-            name, _, value = option.partition("=")
-            if name not in ("replay", "topic", "ranks"):
-                raise DescriptionError(
-                    f"{option!r} is no option of events; there are: replay=, topic=, ranks="
-                )
-            if name == "ranks" and not value.isdecimal():
-                raise DescriptionError(f"ranks must be a whole number, not {value!r}")
-            given[name] = int(value) if name == "ranks" else value
-        return cls(events, **given)
-
-    def of_rank(self, rank: int) -> EventSource:
-        """vLLM's rule: each rank has the next port."""
-        if rank == 0:
-            return replace(self, ranks=1)
-        return replace(
-            self,
-            events=_next_port(self.events, rank),
-            replay=None if self.replay is None else _next_port(self.replay, rank),
-            ranks=1,
-        )
 
 
 class EventStreams:
-    """The streams of one engine, one for each data-parallel rank."""
+    """The two streams of one engine: its events, and the replay of those that were missed.
 
-    def __init__(self, index: CacheIndex, engine: str, source: EventSource, **part: Any) -> None:
-        """`part`: what `CacheIndex.part` takes."""
-        self._streams = [
-            EventStream(index, index.part(engine, rank, **part), source.of_rank(rank))
-            for rank in range(source.ranks)
-        ]
+    Everything but `restarted` happens in the task that calls `run`.
+    """
 
-    async def run(self) -> None:
-        """Follow the engine until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for stream in self._streams:
-                group.create_task(stream.run())
-
-    def restarted(self) -> None:
-        """The engine came up again. What it held is forgotten when this returns."""
-        for stream in self._streams:
-            stream.restarted()
-
-
-class EventStream:
-    """One publisher. Everything but `restarted` happens in the task that calls `run`."""
-
-    def __init__(
-        self,
-        index: CacheIndex,
-        part: Publisher,
-        source: EventSource,
-        *,
-        replay_seconds: float = _REPLAY_SECONDS,
-        answer_seconds: float = _ANSWER_SECONDS,
-        retry_seconds: float = _RETRY_SECONDS,
-    ) -> None:
+    def __init__(self, index: CacheIndex, engine: str, source: EventSource) -> None:
         self._index = index
-        self._part = part
+        self._part = index.part(engine)
         self._source = source
-        self._replay_seconds = replay_seconds
-        self._answer_seconds = answer_seconds
-        self._first_retry_seconds = self._retry_seconds = retry_seconds
+        self._retry_seconds = RETRY_SECONDS
         self._last = -1  # number of the last batch that was applied
         self._last_digest = b""  # of its bytes
         self._begun = False  # `_last` counts; before that, any number may come
@@ -177,7 +105,7 @@ class EventStream:
                 except Exception:  # without the stream, the engine's part would never change again
                     log.exception("the events of %s broke the stream", self._part.engine)
                     self._begin_again()
-                    await asyncio.sleep(self._first_retry_seconds)
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             context.destroy(linger=0)
 
@@ -189,7 +117,7 @@ class EventStream:
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
         _set_up(socket)
-        socket.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
         watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -292,9 +220,8 @@ class EventStream:
         """Ask for everything that was missed."""
         part, before = self._part, self._part.view
         part.replaying = True
-        part.replays += 1
         try:
-            async with asyncio.timeout(self._replay_seconds):
+            async with asyncio.timeout(_REPLAY_SECONDS):
                 for _ in range(_REPLAY_TRIES):
                     if await self._replay(context):
                         break
@@ -311,7 +238,7 @@ class EventStream:
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
         else:
-            self._unanswered, self._retry_seconds = False, self._first_retry_seconds
+            self._unanswered, self._retry_seconds = False, RETRY_SECONDS
             now = time.monotonic()
             self._replay_at = self._settled_at if now < self._settled_at else None
         finally:
@@ -369,7 +296,7 @@ class EventStream:
         try:
             socket.connect(self._source.replay)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while await socket.poll(self._answer_seconds * 1000):
+            while await socket.poll(ANSWER_SECONDS * 1000):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
                     self._part.garbage += 1
@@ -392,57 +319,37 @@ class Batch:
 
 
 def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it; None if it is none.
+    """A batch as vLLM encodes it; None if it is none. Events are maps.
 
-    Events are maps, or arrays as in older versions. Fields and kinds of events that newer versions
-    add are left out.
+    Fields and kinds of events that newer versions add are left out.
     """
     try:
-        return Batch(_MAPS.decode(payload).events, 0)
+        return Batch(_EVENTS.decode(payload).events, 0)
     except _UNREADABLE:
         pass
     try:
-        raw = _RAW.decode(payload).events
+        maps = _MAPS.decode(payload).events
     except _UNREADABLE:
         return None
     events: list[Event] = []
-    unreadable = 0
-    for event in raw:
-        try:
-            first = bytes(event)[0]
-            is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)  # msgpack's marks
-            events.append(_ARRAY.decode(event) if is_array else _MAP.decode(event))
-        except _UNREADABLE:
-            unreadable += 1
-    return Batch(events, unreadable)
+    for one in maps:
+        with suppress(*_UNREADABLE):
+            events.append(msgspec.convert(one, Event))
+    return Batch(events, len(maps) - len(events))
 
 
-class _MapBatch(msgspec.Struct, array_like=True):
+class _EventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Event]
 
 
-class _RawBatch(msgspec.Struct, array_like=True):
+class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: list[dict[str, Any]]
 
 
-class _StoredArray(Stored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _RemovedArray(Removed, array_like=True, tag="BlockRemoved"):
-    pass
-
-
-class _ClearedArray(Cleared, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
+_EVENTS = msgspec.msgpack.Decoder(_EventBatch)
 _MAPS = msgspec.msgpack.Decoder(_MapBatch)
-_RAW = msgspec.msgpack.Decoder(_RawBatch)
-_MAP: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-_ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
 def _digest(payload: bytes) -> bytes:
@@ -458,23 +365,3 @@ def _set_up(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     socket.setsockopt(zmq.IPV6, 1)
-
-
-def _require_endpoint(endpoint: str) -> None:
-    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
-        return
-    try:
-        parts = urlsplit(endpoint)
-        good = parts.scheme == "tcp" and bool(parts.port) and parts.hostname not in (None, "*")
-    except ValueError:
-        good = False
-    if not good:
-        raise DescriptionError(
-            f"events come from tcp://host:port or ipc://path, not from {endpoint!r}; name the host "
-            "of the engine and the port of its kv-events-config"
-        )
-
-
-def _next_port(endpoint: str, rank: int) -> str:
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}"

@@ -6,8 +6,8 @@
                    vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
                    own tokenizer does it here, when the router was given one
 
-An adapter's name in `model` and a `cache_salt` are part of the prompt's namespace. Which names are
-adapters, engines say at `/v1/models`.
+An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
+`cache_salt` are part of the prompt's namespace.
 
 A prompt is asked for once, also if many requests have it at the same time, and is then remembered.
 Requests wait for it no longer than `seconds`. An engine that does not answer several times in a row
@@ -58,8 +58,6 @@ _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
 _RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
-_MOST_ENGINES = 1024
-_MOST_MODELS = 10_000
 _MOST_ANSWER_BYTES = 64 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
@@ -89,56 +87,41 @@ class PromptChains:
         seconds: float = 1.0,
         most_tokens: int = 8_000_000,
         most_asked: int = 64,
-        by_model: bool = False,
     ) -> None:
-        """`by_model`: engines of this router serve several base models, and their parts of the
-        index have the models' names.
-
-        most_tokens  of all prompts that are remembered, of about 8 bytes each
-        most_asked   prompts that are asked for at one time
-        """
+        """`most_tokens` are remembered, of all prompts, at about 8 bytes each; `most_asked` prompts
+        are asked for at one time."""
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self._transport = transport
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._most_tokens = most_tokens
         self._most_asked = most_asked
-        self._by_model = by_model
-        self._engines: OrderedDict[str, _Engine] = OrderedDict()
+        self._engines: dict[str, _Engine] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
         self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
-
-    def __len__(self) -> int:
-        """Prompts that are remembered."""
-        return len(self._known)
 
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
     ) -> PromptChain | AskedPrompt | None:
         """The chain of a request's prompt, or what `chain` needs to find it; None: there is none.
-
-        engine  the URL of one that serves the request's model
-        fields  of the request's JSON object
-        """
+        `engine`, by its URL, serves the request's model; `fields` are the request's."""
         try:
             asked = AskedPrompt(path, fields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._without("unsupported")
         if not asked.supported:
             return self._without("unsupported")
-        if asked.token_ids is not None:
+        ids = asked.token_ids
+        if ids is not None and (namespace := self._engine(engine).namespace(asked)) is not None:
             # Not remembered: to find them again would take as long as to make the chain again.
-            namespace = self._known_namespace(self._engine(engine), asked)
-            if namespace is None:
-                return asked
             try:
-                chain = PromptChain(namespace, asked.token_ids)
+                chain = PromptChain(namespace, ids)
             except ValueError:
                 return self._without("unsupported")
             self.counts["ids"] += 1
             return chain
-        asked.key = asked.digest(engine if self._by_model else "")
+        asked.key = asked.digest()
         known = self._known.get(asked.key)
         if known is None:
             return asked
@@ -147,12 +130,9 @@ class PromptChains:
         return known
 
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
-        """The chain of a prompt; None if there is none in time.
-
-        headers  of the request; the engine may want its Authorization
-        """
-        key = asked.key or asked.digest(engine if self._by_model else "")
-        until = asyncio.get_running_loop().time() + self._seconds
+        """The chain of a prompt; None if there is none in time. The engine may want the
+        Authorization of the request's headers."""
+        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
         while (shared := self._asking.get(key)) is not None:
             try:
                 found = await asyncio.shield(shared)
@@ -172,7 +152,7 @@ class PromptChains:
         # Not a task of its own: most prompts are asked for once.
         answer = self._asking[key] = asyncio.get_running_loop().create_future()
         try:
-            found = await self._find(key, engine, asked, authorization, until)
+            found = await self._find(engine, asked, authorization, until)
             answer.set_result(found)
             return found
         finally:
@@ -192,22 +172,18 @@ class PromptChains:
         return None
 
     def _engine(self, url: str) -> _Engine:
-        engine = self._engines.get(url)
-        if engine is None:
-            engine = self._engines[url] = _Engine(url)
-            if len(self._engines) > _MOST_ENGINES:
-                self._engines.popitem(last=False)
-        return engine
+        return self._engines.setdefault(url, _Engine(url))
 
     async def _find(
-        self, key: bytes, url: str, asked: AskedPrompt, headers: Headers, until: float
+        self, url: str, asked: AskedPrompt, headers: Headers, until: float
     ) -> PromptChain | None:
         engine = self._engine(url)
         how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
         try:
-            namespace = self._known_namespace(engine, asked)
+            namespace = engine.namespace(asked)
             if namespace is None:
-                namespace = await self._namespace(engine, asked, headers, until)
+                await self._look_at_models(engine, headers, until)
+                namespace = engine.namespace(asked)
             if asked.token_ids is not None:
                 token_ids: list[int] | None = asked.token_ids
             elif self._tokenizer is not None:
@@ -226,7 +202,7 @@ class PromptChains:
         engine.failures = 0
         self.counts[how] += 1
         if asked.token_ids is None:
-            self._remember(key, chain)
+            self._remember(asked.key, chain)
         return chain
 
     def _remember(self, key: bytes, chain: PromptChain) -> None:
@@ -236,28 +212,15 @@ class PromptChains:
             _, oldest = self._known.popitem(last=False)
             self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
-    def _known_namespace(self, engine: _Engine, asked: AskedPrompt) -> Namespace | None:
-        """None: it is not known that the engine serves this model."""
-        parent = engine.parents.get(asked.model)
-        if parent is None:
-            return None
-        model = asked.model
-        base = (parent or model) if self._by_model else ""
-        return Namespace(base, model if parent else "", asked.salt)
-
-    async def _namespace(
-        self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
-    ) -> Namespace | None:
-        """None: the engine does not serve this model."""
+    async def _look_at_models(self, engine: _Engine, headers: Headers, until: float) -> None:
         now = time.monotonic()
         if now - engine.looked_at > _REFRESH_SECONDS:
             answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
             engine.looked_at = now
-            cards = _MODELS.decode(answer).data[:_MOST_MODELS] if answer else []
+            cards = _MODELS.decode(answer).data if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
                 engine.parents[""] = ""  # a request without a model
-        return self._known_namespace(engine, asked)
 
     async def _ask(
         self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
@@ -327,8 +290,6 @@ class LocalTokenizer:
                 "a tokenizer of the router's own needs the package transformers; install it, or "
                 "leave the tokenizer out: engines will be asked"
             ) from None
-        if not Path(folder).is_dir():
-            raise DescriptionError(f"the tokenizer's folder {str(folder)!r} is not there")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -361,17 +322,13 @@ class LocalTokenizer:
                 arguments = call.get("function", {}).get("arguments")
                 if isinstance(arguments, str):  # templates expect an object, as vLLM gives them
                     call["function"]["arguments"] = json.loads(arguments or "{}")
-        generate, go_on = (
-            asked.value("add_generation_prompt"),
-            asked.value("continue_final_message"),
-        )
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=asked.value("tools"),
                 tokenize=False,
-                add_generation_prompt=generate is not False,
-                continue_final_message=bool(go_on),
+                add_generation_prompt=asked.value("add_generation_prompt") is not False,
+                continue_final_message=bool(asked.value("continue_final_message")),
                 **asked.template_values(),
             )
         except Exception as error:  # templates raise what they like
@@ -395,6 +352,11 @@ class _Engine:
     @property
     def may_be_asked(self) -> bool:
         return time.monotonic() >= self.paused_until
+
+    def namespace(self, asked: AskedPrompt) -> Namespace | None:
+        """None: it is not known that the engine serves this model."""
+        parent = self.parents.get(asked.model)
+        return None if parent is None else Namespace(asked.model if parent else "", asked.salt)
 
     def failed(self, why: str) -> None:
         self.failures += 1
@@ -436,9 +398,9 @@ class AskedPrompt:
         else:
             self.supported = False
 
-    def digest(self, engine: str) -> bytes:
+    def digest(self) -> bytes:
         """Equal for requests whose prompts have equal tokens and caches."""
-        hashed = blake2b(repr((engine, self.path, self.salt)).encode("utf-8", "surrogatepass"))
+        hashed = blake2b(repr((self.path, self.salt)).encode("utf-8", "surrogatepass"))
         for name, raw in self.fields.items():
             hashed.update(b"%b %d " % (name.encode(), len(bytes(raw))))
             hashed.update(raw)

@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a prompt and the engines to a decision. Pure functions, without a clock.
 
-For every way to serve a request, `options` adds up the expected seconds to its first token:
-
-    computed where     D's queue, the load of what the pool has (if that is faster than computing),
-      it is decoded    D's prefill of the rest, a decode step
-    prefill on P,      P's queue, load and prefill in the same way, the transfer of what D does not
-      decode on D      hold, at most one chunk of D's own prefills, a decode step
-
-A prefix that another engine holds is used by prefilling there, so that engine needs the prefill
-role: no other engine sends its cache away.
-
-The first token of this request is not all that counts. Each option carries the seconds that others
-lose by it (`Option.harm_seconds`, weighed by `Weights`): a prefill stops the streams that decode on
-the same engine and delays the prefills that come after it, and one more stream makes every step of
-an engine longer.
+`options` adds up, for every way to serve a request, the expected seconds to its first token (the
+table in docs/routing.md). A prefix that another engine holds is used by prefilling there, so that
+engine needs the prefill role: no other engine sends its cache away. Each option also carries the
+seconds that others lose by it (`Option.harm_seconds`, weighed by `Weights`).
 
 `choose` takes the option with the smallest sum of both. Sums that are nearly equal count as equal.
 Of equal options, those with most cached tokens are kept, so that a conversation stays where its
@@ -24,7 +14,7 @@ see the same figures do not send everything to one engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
@@ -71,14 +61,10 @@ def place(
     prompt: PromptView,
     engines: Iterable[EngineView],
     random: Random,
-    besides: Collection[str] = (),
     weights: Weights = DEFAULT,
 ) -> Decision | None:
-    """The decision for one request; None if no decode engine can take it.
-
-    besides  engines that failed this request
-    """
-    usable = [e for e in engines if e.up and not e.draining and e.name not in besides]
+    """The decision for one request; None if no decode engine can take it."""
+    usable = [e for e in engines if e.up and not e.draining]
     found = options(prompt, usable, weights)
     return choose(found, usable, random, weights) if found else None
 
@@ -138,8 +124,7 @@ class _EngineCost(msgspec.Struct, gc=False):
     source: Source
     queue: float  # until it begins with this prompt: its prefills are over, and there are blocks
     entry: float  # until a computed prompt can enter: a step is over, and there are blocks
-    transfer: float  # of what it does not hold, over its usual link
-    missing: int  # tokens that it does not hold
+    transfer: float  # of what it does not hold
     prefill_harm: float
     decode_harm: float
 
@@ -178,18 +163,16 @@ class _Costs:
 
     def pair(self, p: _EngineCost, d: _EngineCost) -> Option:
         """Computed on P, decoded on D."""
-        engine, name = d.engine, p.engine.name
-        link = engine.links.get(name)
         parts = {
             "queue": p.queue + d.entry,
             "load": p.load,
             "prefill": p.prefill,
-            "transfer": d.transfer if link is None else link.seconds(d.missing),
-            "decode": engine.step_seconds,
+            "transfer": d.transfer,
+            "decode": d.engine.step_seconds,
         }
         source: Source = "handover" if p.source == "local" else p.source
         seconds, harm = sum(parts.values()), p.prefill_harm + d.decode_harm
-        return Option(engine.name, name, seconds, parts, p.cached, source, harm)
+        return Option(d.engine.name, p.engine.name, seconds, parts, p.cached, source, harm)
 
     def of(self, engine: EngineView) -> _EngineCost:
         """From the engine's own cache, or with a load if that is faster."""
@@ -205,7 +188,7 @@ class _Costs:
             rest = prefill.seconds(tokens - pooled, pooled)
             if more + rest < seconds:
                 load, seconds, cached, source = more, rest, pooled, "pool"
-        room, waiting, missing = self._room(engine), engine.waiting_tokens, tokens - local
+        room, waiting = self._room(engine), engine.waiting_tokens
         # The fixed part is mostly a step that the streams take as well, and HTTP.
         work = max(0.0, seconds - prefill.fixed_seconds)
         behind = engine.waiting if engine.waiting > WAIT_FOR_A_STEP else self._waiting
@@ -218,8 +201,7 @@ class _Costs:
             source,
             max(waiting * prefill.token_seconds, room),
             max(min(waiting, CHUNK_TOKENS) * prefill.token_seconds, room),
-            engine.receive.seconds(missing),
-            missing,
+            engine.receive.seconds(tokens - local),
             work * (weights.work * (1 + behind) + weights.stream * engine.running),
             weights.decode * self._output * step,
         )
@@ -244,7 +226,7 @@ def _of_prefill(p: _EngineCost) -> float:
 
 
 def _of_decode(d: _EngineCost) -> float:
-    """What D adds to the cost of any pair, over its usual link."""
+    """What D adds to the cost of any pair."""
     return d.entry + d.transfer + d.engine.step_seconds + d.decode_harm
 
 

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a choice: what is known of a prompt and of engines, and what follows from it.
 
-All of them are plain values, as msgspec's structs: dozens are made for each request, and a frozen
-dataclass takes eight times as long to make. `choose` makes an `Option` for every way to
-serve a request, and a `Decision` from the options. Seconds are expected seconds; engines are named
-by their URL.
+They are msgspec's structs: dozens are made for each request, and a frozen dataclass takes eight
+times as long to make. Seconds are expected seconds; engines are named by their URL.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,16 +20,18 @@ Source = Literal["local", "handover", "pool", "none"]
 PARTS = ("queue", "load", "prefill", "transfer", "decode")  # in the order in which they happen
 
 
-class Rate(msgspec.Struct, frozen=True, gc=False):
-    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`.
+# Where they are read from a file.
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-    attention_tokens  context whose attention costs as much again as all the rest of a token does;
-                      infinite where a token's cost does not depend on its context (a transfer)
-    """
 
-    fixed_seconds: float
-    token_seconds: float
-    attention_tokens: float = math.inf
+class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`."""
+
+    fixed_seconds: NotNegative
+    token_seconds: Positive
+    # The context whose attention costs as much again as all the rest of a token does.
+    attention_tokens: Positive = math.inf
 
     def work(self, tokens: int, cached: int = 0) -> float:
         """Tokens, plus what their attention to `cached` and to each other costs, in tokens."""
@@ -42,18 +41,15 @@ class Rate(msgspec.Struct, frozen=True, gc=False):
         """For `tokens` that follow `cached` ones; 0 for none."""
         if tokens <= 0:
             return 0.0
-        # `work` in place: each request asks for a dozen of these.
-        work = tokens + tokens * (2 * cached + tokens) / (2 * self.attention_tokens)
-        return self.fixed_seconds + self.token_seconds * work
+        return self.fixed_seconds + self.token_seconds * self.work(tokens, cached)
 
 
 class Holding(msgspec.Struct, frozen=True, gc=False):
     """Leading tokens of one prompt that an engine (or the pool) holds."""
 
-    engine: str  # its URL; for tier "pool" the engine that told of it
+    engine: str  # its URL; of the pool: ""
     tokens: int
     tier: Tier
-    estimated: bool  # from what was sent there, not from events
 
 
 class PromptView(msgspec.Struct, frozen=True):
@@ -70,18 +66,17 @@ class EngineView(msgspec.Struct, frozen=True):
 
     name: str
     roles: frozenset[Role]
-    up: bool
-    draining: bool
     waiting_tokens: int  # prefill work (`Rate.work`) queued or under way there
     running: int  # requests that decode there, or are on their way to it
     prefill: Rate
     step_seconds: float  # of one decode step at its load
+    up: bool = True
+    draining: bool = False
     free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
     cache_tokens: int = 0  # that its cache holds; 0: not known
     waiting: int = 0  # requests that it has not let in
     step_growth_seconds: float = 0.0  # by which one more running request makes a step longer
     receive: Rate = Rate(0.0, 0.0)  # a hand-over to it, by tokens
-    links: Mapping[str, Rate] = {}  # the same, from an engine by name
     pool: Rate | None = None  # a load from the pool, by tokens; None: it reads no pool
 
 

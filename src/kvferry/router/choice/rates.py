@@ -2,26 +2,19 @@
 """What engines cost and how busy they are, learned from the requests of this router.
 
 - *Prefill*, by work (`Rate.work`). An engine computes prompts one after another, several in a step
-  if they are short. So what counts is not one prompt but a time in which prompts were waiting all
-  along: the work that was done in it, by its length. Such a time ends when no prompt waits, or
-  after `WINDOW_SECONDS`. What the engine does besides (decoding, other clients) makes prefill
-  dearer, and is learned with it.
+  if they are short. So what counts is a time in which prompts were waiting all along: the work that
+  was done in it, by its length. Such a time ends when no prompt waits, or after `WINDOW_SECONDS`.
+  What the engine does besides (decoding, other clients) makes prefill dearer, and is learned too.
 - *A decode step*, by running requests: a stream's seconds for each event after the first one.
 - *A hand-over*, by tokens: from the request to D until its first byte, less a decode step, if D had
   no prompts of its own to compute.
 
 Where prompts are too equal, or too short, to tell a fixed part from a slope, the slope is that of
-others as far as `MOST_FIXED_SECONDS` explain the rest. Otherwise a slope would have to explain what
-short prompts cost, and long ones would seem very dear.
-
-An engine of which too little is known costs what the others do, and without others what a Llama 8B
-costs on one H200 (docs/benchmarks.md, "Engines on a GPU"). So a new engine is neither shunned nor
-flooded.
+others as far as `MOST_FIXED_SECONDS` explain the rest. An engine of which too little is known costs
+what the others do, and without others what a Llama 8B costs on one H200 (docs/benchmarks.md).
 
 How busy an engine is, the router counts itself, at once. Requests of others are known from the
 engine's metrics: what these say beyond the router's own requests at that moment.
-
-One thread, the event loop's, calls all of this. Nothing waits.
 """
 
 from __future__ import annotations
@@ -163,7 +156,6 @@ class EngineMeter:
     def restarted(self) -> None:
         """Another process serves under this name: its load is gone, its speed likely the same."""
         self._told = None
-        self._foreign_running = self._foreign_waiting = 0
 
     # What it knows
 
@@ -294,12 +286,8 @@ class FleetMeter:
         pooled: bool = False,
         usual: UsualRates | None = None,
     ) -> EngineView:
-        """An engine as the choice sees it.
-
-        pooled  it reads the pool
-        usual   of `usual`, where that was asked already. The engine's own rates are worked out once
-                for each of these
-        """
+        """An engine as the choice sees it. `pooled`: it reads the pool. The engine's own rates are
+        worked out once for each `usual`."""
         meter, usual = self[engine], usual or self.usual()
         metrics, running, rates = meter.metrics, meter.running, meter.rates(usual)
         step = rates.step

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to engines: HTTP/1.1, straight on asyncio.
 
-A connection belongs to one request at a time, so there is nothing to lock:
-
-    request       the newest idle connection of the engine, or a new one
-    whole answer  the connection is idle again, if both sides keep it
-    anything else (an error, a cancelled request, a client that leaves in the middle of an answer)
-                  the connection is closed at once, and the engine aborts
-
-An idle connection that its engine closes, or on which it sends anything, is forgotten.
+A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
+is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
+that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
+connection that its engine closes, or on which it sends anything, is forgotten; one that was idle
+for too long is closed when it would be used next.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
 to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
@@ -96,17 +93,8 @@ class EngineTransport:
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
-        self._idle_count = 0
-        self._sweeping: asyncio.TimerHandle | None = None
-        self._all: set[_Connection] = set()
-
-    @property
-    def open_count(self) -> int:
-        return len(self._all)
-
-    @property
-    def idle_count(self) -> int:
-        return self._idle_count
+        self.idle_count = 0
+        self.connections: set[_Connection] = set()
 
     async def ask(
         self,
@@ -163,9 +151,7 @@ class EngineTransport:
         return answer.status, b"".join(parts)
 
     def close(self) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        for connection in list(self._all):
+        for connection in list(self.connections):
             connection.close()
 
     def _take(self, origin: EngineOrigin) -> _Connection | None:
@@ -202,32 +188,20 @@ class EngineTransport:
     # Called by connections
 
     def opened(self, connection: _Connection) -> None:
-        self._all.add(connection)
+        self.connections.add(connection)
 
     def lost(self, connection: _Connection) -> None:
         self._not_idle(connection)
-        self._all.discard(connection)
+        self.connections.discard(connection)
 
     def free(self, connection: _Connection) -> None:
         """A connection has brought its answer, and can bring another one."""
-        if self._idle_count >= self._most_idle:
+        if self.idle_count >= self._most_idle:
             connection.close()
             return
         self._idle.setdefault(connection.origin, {})[connection] = None
-        self._idle_count += 1
+        self.idle_count += 1
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
-        if self._sweeping is None:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Close what was idle for too long. One timer for all connections, because each request
-        takes and frees several."""
-        loop = asyncio.get_running_loop()
-        idle = [connection for of_origin in self._idle.values() for connection in of_origin]
-        for connection in idle:
-            if connection.expires <= loop.time():
-                connection.close()
-        self._sweeping = loop.call_later(self._idle_seconds, self._sweep) if idle else None
 
     def _not_idle(self, connection: _Connection) -> None:
         if not connection.expires:
@@ -235,7 +209,7 @@ class EngineTransport:
         connection.expires = 0.0
         idle = self._idle[connection.origin]
         del idle[connection]
-        self._idle_count -= 1
+        self.idle_count -= 1
         if not idle:
             del self._idle[connection.origin]
 
@@ -253,7 +227,6 @@ class _Connection(asyncio.Protocol):
         self._ended = False  # the engine sends nothing more
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._poll: select.poll | None = None
         # While a stream passes:
         self._sink: StreamSink | None = None
         self._paused = False  # its client does not read
@@ -306,10 +279,9 @@ class _Connection(asyncio.Protocol):
         """Whether an idle connection has ended, perhaps a moment ago, before the loop saw it."""
         if self._ended or self._transport.is_closing():
             return True
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(self._poll.poll(0))
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def send(self, head: bytes, body: bytes, *, to_head: bool = False) -> None:
         """to_head  the request is a HEAD, whose answer has no body"""

@@ -7,13 +7,9 @@ An engine has one role or both. It is added, changed, drained and removed while 
     draining  it gets no new requests; its running ones end, and so do those that hold its tickets
     removed   after draining, or at once; what still runs there goes on to its end
 
-Listeners (`Fleet.on_change`) hear of all this, and of engines that go up and down.
-
-An engine is up or down. It goes down after `fail_after` failures in a row, of probes and requests
-together, or at once when it accepts no connection. Only probes bring it back: `recover_after` good
-ones in a row. After the start one good probe is enough, so that the router is ready at once.
-Requests wait a moment for an engine to come back. The router remembers how long engines stayed
-away, and tells clients when to ask again.
+An engine goes down after `fail_after` failures in a row, of probes and requests together, or at
+once when it accepts no connection. Only probes bring it back: `recover_after` good ones in a row.
+After the start one good probe is enough, so that the router is ready at once.
 
 A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
 request at a time, until one is answered. Answers may take minutes, so good probes raise that number
@@ -432,10 +428,7 @@ class Fleet:
         elif not self.some_up("decode"):
             self.turns.stir()
         for listener in self._listeners:
-            try:
-                listener(FleetChange(kind, engine))
-            except Exception:  # a listener's bug must not keep the fleet from changing
-                log.exception("a listener failed at %s of %s", kind, engine.url)
+            listener(FleetChange(kind, engine))
 
     # Which one is next
 

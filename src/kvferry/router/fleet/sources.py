@@ -2,11 +2,10 @@
 """Where engines come from beside the command line: a file, and names that DNS resolves.
 
 Each engine has one source (`EngineSpec.source`). A source says which engines it wants, and
-`reconcile` makes the fleet so: new ones are added, changed ones are changed, and those that it no
-longer names drain and are removed. Engines of other sources stay as they are. An engine that an
+`reconcile` makes the fleet so. Engines of other sources stay as they are. An engine that an
 operator drained to stay is not taken back.
 
-Files (`WatchedFile`) are looked at every `reload_seconds`, by the event loop itself: no thread, no
+Files (`WatchedFile`) are read every `reload_seconds`, by the event loop itself: no thread, no
 inotify, so a file that is replaced, mounted anew or linked elsewhere is noticed too. A file that
 cannot be used is refused with the reason in the log, and what it said before stays. At the start,
 the router ends instead.
@@ -22,13 +21,12 @@ import hashlib
 import ipaddress
 import json
 import logging
-import os
 import socket
 import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ from kvferry.router.keys import warn_if_readable
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 _MAX_FILE_BYTES = 1 << 20
-_MAX_ADDRESSES = 64  # of one name
 # What a file or an API may say about an engine. Its source is for the router to say.
 SPEC_FIELDS = frozenset(field.name for field in fields(EngineSpec)) - {"source"}
 
@@ -120,7 +117,7 @@ class Sources:
                 "decode" in s.roles for s in [*specs, *others, *self.names.of_others(source)]
             ):
                 raise DescriptionError(f"{path} leaves no decode engine; name one at least")
-            self.names.check(source, names)
+            self.names.require_once(source, names)
             reconcile(self._fleet, source, engines)
             self.names.use(source, names)
 
@@ -166,49 +163,40 @@ class WatchedFile:
         self.refused = 0
         self.problem = ""  # why the last contents are not used
         self._use = use
-        self._seen: tuple[int, ...] = ()
-        self._digest = b""
+        self._digest = b""  # of the last contents, also if they were refused
 
     def read(self) -> None:
         """Use the contents, if they are new. Raises DescriptionError."""
         try:
             with self.path.open("rb") as file:
-                state = os.fstat(file.fileno())
                 data = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
+            self._digest = b""
             raise DescriptionError(f"cannot read {self.path}: {error.strerror}") from None
-        self._seen = _identity(state)
+        digest = hashlib.sha256(data).digest()
+        if digest == self._digest:
+            return
+        self._digest = digest
         if len(data) > _MAX_FILE_BYTES:
             raise DescriptionError(f"{self.path} has more than {_MAX_FILE_BYTES} bytes")
-        digest = hashlib.sha256(data).digest()
-        if digest != self._digest:
-            self._use(data)
-            self._digest = digest
-            self.used += 1
+        self._use(data)
+        self.used += 1
         self.problem = ""
 
     def look(self) -> None:
-        """Read the file again if it changed. A file that cannot be used changes nothing."""
-        try:
-            state = _identity(self.path.stat())
-        except OSError as error:
-            self._seen = ()
-            problem = f"cannot read {self.path}: {error.strerror}"
-            if problem != self.problem:  # this is asked again and again
-                self._refuse(problem)
-            return
-        if state == self._seen:
-            return
+        """Read the file again. A file that cannot be used changes nothing."""
+        used = self.used
         try:
             self.read()
-            log.info("%s was read again", self.path)
         except KvferryError as error:
-            self._refuse(str(error))
-
-    def _refuse(self, problem: str) -> None:
-        self.problem = problem
-        self.refused += 1
-        log.error("the %s file is not used, what it said before stays: %s", self.name, problem)
+            if self._digest or str(error) != self.problem:  # a lost file fails every time
+                self.problem = str(error)
+                self.refused += 1
+                log.error(
+                    "the %s file is not used, what it said before stays: %s", self.name, error
+                )
+        if self.used != used:
+            log.info("%s was read again", self.path)
 
 
 def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
@@ -228,12 +216,6 @@ def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
     return [read_spec(one, str(path)) for one in said["engines"]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    owner: str  # the source that named it
-    spec: EngineSpec
-
-
 class DnsNames:
     """Engines behind names."""
 
@@ -242,36 +224,35 @@ class DnsNames:
         self._fleet = fleet
         self._limits = limits
         self._resolve = resolve
-        self._names: dict[str, _Name] = {}  # by URL
+        self._names: dict[str, EngineSpec] = {}  # by URL
         self._problems: dict[str, str] = {}
         self._lookups: dict[str, asyncio.Future[Iterable[str]]] = {}  # that take their time
 
-    def check(self, source: str, specs: Sequence[EngineSpec]) -> None:
+    def require_once(self, source: str, specs: Sequence[EngineSpec]) -> None:
         """Refuse names that are named twice."""
         for url, count in Counter(spec.url for spec in specs).items():
-            owner = self._names[url].owner if url in self._names else source
-            if count > 1 or owner != source:
+            if count > 1 or any(spec.url == url for spec in self.of_others(source)):
                 raise DescriptionError(
                     f"{url} is named more than once; name it once, with its roles"
                 )
 
     def use(self, source: str, specs: Sequence[EngineSpec]) -> None:
         """These are the names of one source from now on."""
-        self.check(source, specs)
-        mine = {url for url, name in self._names.items() if name.owner == source}
-        for url in mine - {spec.url for spec in specs}:
-            del self._names[url]
-            self._problems.pop(url, None)
-            reconcile(self._fleet, url, [])
-        for spec in specs:
-            self._names[spec.url] = _Name(source, spec)
+        self.require_once(source, specs)
+        named = {spec.url: spec for spec in specs}
+        for url in [u for u, spec in self._names.items() if spec.source == source]:
+            if url not in named:
+                del self._names[url]
+                self._problems.pop(url, None)
+                reconcile(self._fleet, url, [])
+        self._names |= named
 
     def of_others(self, source: str) -> list[EngineSpec]:
-        return [name.spec for name in self._names.values() if name.owner != source]
+        return [spec for spec in self._names.values() if spec.source != source]
 
     async def refresh(self) -> None:
         """Resolve all names, and make the fleet so."""
-        await asyncio.gather(*(self._refresh(name.spec) for name in [*self._names.values()]))
+        await asyncio.gather(*(self._refresh(spec) for spec in self._names.values()))
 
     async def _refresh(self, spec: EngineSpec) -> None:
         host, port = spec.name_and_port()
@@ -285,7 +266,7 @@ class DnsNames:
             now = self._names.get(spec.url)
             if now is None:  # no longer named
                 return
-            self._apply(now.spec, sorted(set(found)))
+            self._apply(now, sorted(set(found)))
             self._problems.pop(spec.url, None)
         except (OSError, TimeoutError, UnicodeError, KvferryError) as error:
             self.failures += 1
@@ -297,10 +278,6 @@ class DnsNames:
     def _apply(self, spec: EngineSpec, found: list[str]) -> None:
         if not found:
             raise DescriptionError("it has no address")
-        if len(found) > _MAX_ADDRESSES:
-            raise DescriptionError(
-                f"it has {len(found)} addresses; expected {_MAX_ADDRESSES} at most"
-            )
         wanted = []
         for address in found:
             one = spec.at(address)
@@ -316,7 +293,3 @@ async def addresses(host: str, port: int) -> list[str]:
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     texts = {str(where[0]) for *_, where in found}
     return [text for text in texts if not ipaddress.ip_address(text).is_link_local]
-
-
-def _identity(state: os.stat_result) -> tuple[int, ...]:
-    return (state.st_mtime_ns, state.st_size, state.st_ino, state.st_dev)
