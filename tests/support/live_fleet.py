@@ -13,16 +13,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from kvferry.router.api import Limits
+from kvferry.router.app import StatusRoute, connections_of
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.guard import LIVE_STREAM
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, Placed, RouterNow
@@ -184,33 +182,39 @@ def an_incident(fleet: Fleet) -> None:
     fleet.pass_time(100)
 
 
-def make_app(
-    fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
-) -> Starlette:
-    """`traffic` is called once a second."""
+class PageApp:
+    """The page of a fleet. `traffic` is called once a second."""
 
-    async def go_on() -> None:
-        while traffic is not None:
-            await asyncio.sleep(1)
-            traffic()
+    def __init__(
+        self, fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
+    ) -> None:
+        self._live, self._traffic, self._limits = fleet.live, traffic, limits
+        page = LivePage(fleet.live)
+        self._routes = {
+            "/": StatusRoute(page.page),
+            "/live": StatusRoute(page.state),
+            LIVE_STREAM: LiveStream(fleet.live, limits),
+        }
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(go_on())
-        async with fleet.live.looking():
-            yield
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        task = asyncio.create_task(self._go_on())
+        async with self._live.looking():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
         task.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
 
-    page = LivePage(fleet.live)
-    stream = LiveStream(fleet.live, limits)
-    return Starlette(
-        routes=[
-            Route("/", page.page),
-            Route("/live", page.state),
-            Route(LIVE_STREAM, stream, methods=["GET"]),
-        ],
-        lifespan=lifespan,
-    )
+    def settings(self, **more: Any) -> uvicorn.Config:
+        connections = connections_of(self._routes, self._limits)
+        return uvicorn.Config(
+            self, http=connections, loop="asyncio", lifespan="on", ws="none", **more
+        )
+
+    async def _go_on(self) -> None:
+        while self._traffic is not None:
+            await asyncio.sleep(1)
+            self._traffic()
 
 
 class Served:
@@ -218,7 +222,7 @@ class Served:
 
     def __init__(self, fleet: Fleet, traffic: bool = True, limits: Limits = _LIMITS) -> None:
         self.fleet = fleet
-        self._app = make_app(fleet, fleet.one_second if traffic else None, limits)
+        self._app = PageApp(fleet, fleet.one_second if traffic else None, limits)
         self._port = 0
         self.start()
 
@@ -229,8 +233,9 @@ class Served:
     def start(self) -> None:
         sock = socket.create_server(("127.0.0.1", self._port))
         self._port = sock.getsockname()[1]
-        config = uvicorn.Config(self._app, log_config=None, ws="none", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(
+            self._app.settings(log_config=None, timeout_graceful_shutdown=1)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
         async def serve() -> None:
@@ -259,5 +264,5 @@ class Served:
 if __name__ == "__main__":
     fleet = Fleet()
     an_incident(fleet)
-    app = make_app(fleet, fleet.one_second)
-    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+    app = PageApp(fleet, fleet.one_second)
+    uvicorn.Server(app.settings(port=int(sys.argv[1]), log_level="warning")).run()

@@ -83,6 +83,11 @@ class Answer:
     rest: StreamRest | None = None  # of a stream, the other bytes
 
 
+def json_answer(value: object, status: int = 200) -> Answer:
+    body = json.dumps(value, separators=(",", ":")).encode()
+    return Answer(status, [(b"content-type", b"application/json")], body)
+
+
 class ApiError(KvferryError):
     """A request that the router answers itself, in OpenAI's error format."""
 
@@ -90,19 +95,14 @@ class ApiError(KvferryError):
         self, status: int, code: str, message: str, retry_after_seconds: float | None = None
     ) -> None:
         super().__init__(message)
-        headers = [(b"content-type", b"application/json")]
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        if status == 429:
+            kind = "rate_limit_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        self.answer = json_answer({"error": error}, status)
         if retry_after_seconds is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(retry_after_seconds))))
-        self.answer = Answer(status, headers, error_body(status, code, message))
-
-
-def error_body(status: int, code: str, message: str) -> bytes:
-    """An error in OpenAI's format."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    if status == 429:
-        kind = "rate_limit_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return json.dumps({"error": error}).encode()
+            after = b"%d" % max(1, round(retry_after_seconds))
+            self.answer.headers.append((b"retry-after", after))
 
 
 class Generation:

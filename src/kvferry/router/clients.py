@@ -5,8 +5,7 @@ uvicorn listens, starts and stops the application, and makes a `ClientConnection
 Everything between a socket and a route is here:
 
     data_received   a head, then its body (`http1`). With the first bytes of the body the request
-                    starts: as a task of its `ApiRoute`, or of the ASGI application (pages, status,
-                    admin API)
+                    starts, as a task of its route
     write           the answer, in one piece with its head. A stream's events come here from the
                     engine's connection, without a task or a queue between them
     answered        the next request, which may have come meanwhile; what is left of a refused
@@ -30,11 +29,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp, Message, Scope
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from kvferry.router.api import ApiError, Headers, Limits
+from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.guard import LIVE_STREAM, ClientGone, Guard, Stage, address_of
 from kvferry.router.http1 import (
     HeadTooLong,
@@ -61,13 +59,13 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Route(Protocol):
-    """Serves requests without ASGI."""
+    """Serves the requests for one path."""
 
     def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]: ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client. A subclass names its guard and the routes that are served without ASGI."""
+    """One client. A subclass names its guard and its routes."""
 
     guard: Guard
     routes: Mapping[str, Route]  # by path
@@ -83,10 +81,7 @@ class ClientConnection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.loop = _loop or asyncio.get_running_loop()
-        self.app: ASGIApp = config.loaded_app
         self.server_state = server_state
-        self.app_state = app_state
-        self.client: tuple[str, int] | None = None
         self.address = ""
         self.secure = False
         self.request: ClientRequest | None = None  # the one that is read or answered
@@ -105,8 +100,7 @@ class ClientConnection(asyncio.Protocol):
     def admit(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         peer = transport.get_extra_info("peername")
-        self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
-        self.address = address_of(self.client)
+        self.address = address_of(peer)
         self.guard.admit(self)
 
     def opened(self) -> None:
@@ -256,7 +250,7 @@ class ClientRequest:
 
     __slots__ = (
         *("answered", "begun", "connection", "gone", "head", "keeps", "path", "status", "task"),
-        *("_chunked", "_delivered", "_left", "_pending", "_silent", "_unread", "_waiter"),
+        *("_chunked", "_left", "_pending", "_silent", "_unread", "_waiter"),
     )
 
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
@@ -269,8 +263,7 @@ class ClientRequest:
         self.gone = False  # the client is
         self.status = 0
         self.task: asyncio.Task[None] | None = None
-        self._delivered = False  # `receive` has given the end of the body
-        self._unread = 0  # bytes of the body that came since `receive` was last called
+        self._unread = 0  # bytes of the body that came since `read` was last called
         self._waiter: asyncio.Future[None] | None = None
         self._pending = b""  # the answer's head, which goes out with its first bytes
         self._chunked = self._silent = False  # silent: the answer has a head only
@@ -285,9 +278,11 @@ class ClientRequest:
     def start(self) -> None:
         connection = self.connection
         route = connection.routes.get(self.path)
-        work = self._asgi() if route is None else route.serve(self)
+        if route is None:
+            self.answer(not_served(404, self).answer)
+            return
         tasks = connection.server_state.tasks
-        self.task = connection.loop.create_task(work)
+        self.task = connection.loop.create_task(route.serve(self))
         tasks.add(self.task)
         self.task.add_done_callback(tasks.discard)
 
@@ -312,7 +307,7 @@ class ClientRequest:
             return
         self.gone = True
         self._wake()
-        if self.task is not None and self.path in self.connection.routes:
+        if self.task is not None:
             self.task.cancel()
 
     def _wake(self) -> None:
@@ -322,29 +317,32 @@ class ClientRequest:
     # The request's body
 
     def whole_body(self, most_bytes: int) -> bytes | None:
-        """All of the body, if it has come; then `receive` has nothing more to give."""
+        """All of the body, if it has come; then `read` has nothing more to give."""
         if not self.head.body.whole or self._unread > most_bytes:
             return None
-        self._delivered = True
         return self.head.body.take()
 
-    async def receive(self) -> Message:
-        """As ASGI has it."""
+    async def read(self) -> bytes:
+        """The next bytes of the body; empty at its end. Raises ClientGone."""
         body, connection = self.head.body, self.connection
-        while not (self.gone or self.answered):
-            if body.parts or (body.whole and not self._delivered):
-                self._unread = 0
-                self._delivered = body.whole
-                connection.transport.resume_reading()
-                return {"type": "http.request", "body": body.take(), "more_body": not body.whole}
-            if self.head.continues and not body.whole and not self.begun:
+        while not (body.parts or body.whole):
+            if self.gone:
+                raise ClientGone
+            if self.head.continues:
                 self.head.continues = False
                 connection.transport.write(_CONTINUE)
             self._waiter = connection.loop.create_future()
             await self._waiter
-        return {"type": "http.disconnect"}
+        self._unread = 0
+        connection.transport.resume_reading()
+        return body.take()
 
     # The answer
+
+    def answer(self, answer: Answer) -> None:
+        """A whole answer, which is small."""
+        self.begin(answer.status, [*answer.headers, (b"content-length", b"%d" % len(answer.body))])
+        self.write(answer.body, last=True)
 
     def begin(self, status: int, headers: Headers) -> None:
         """The head of the answer. It is sent with the first bytes of the body."""
@@ -447,48 +445,9 @@ class ClientRequest:
         if self.gone:
             raise ClientGone
 
-    # ASGI
 
-    async def _asgi(self) -> None:
-        connection = self.connection
-        transport = connection.transport
-        path, _, query = self.head.target.partition(b"?")
-        server = transport.get_extra_info("sockname")
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1" if self.head.is_1_1 else "1.0",
-            "server": server[:2] if isinstance(server, tuple) else None,
-            "client": connection.client,
-            "scheme": "https" if connection.secure else "http",
-            "method": self.head.method,
-            "root_path": "",
-            "path": self.path,
-            "raw_path": path,
-            "query_string": query,
-            "headers": self.head.headers,
-            "state": connection.app_state.copy(),
-        }
-        try:
-            await connection.app(scope, self.receive, self._asgi_send)
-        except ClientGone:
-            pass
-        except Exception:
-            log.exception("%s %s broke the router", self.head.method, self.path)
-        if self.answered or self.gone:
-            return
-        if self.begun:
-            transport.abort()
-        else:
-            answer = ApiError(500, "internal_error", "the router failed; its log says why").answer
-            self.begin(500, [*answer.headers, (b"content-length", b"%d" % len(answer.body))])
-            self.write(answer.body, last=True)
-
-    async def _asgi_send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.begin(message["status"], list(message.get("headers", ())))
-        elif message["type"] == "http.response.body":
-            last = not message.get("more_body", False)
-            self.write(message.get("body", b""), last)
-            if not last:
-                await self.drained()
+def not_served(status: int, request: ClientRequest) -> ApiError:
+    """There is no such path (404), or it has no such method (405)."""
+    code = "not_found" if status == 404 else "method_not_allowed"
+    message = f"{request.head.method} {request.path} is not served by the router"
+    return ApiError(status, code, message)

@@ -61,7 +61,6 @@ from kvferry.router.api import (
     ApiError,
     Generation,
     RouterConfig,
-    error_body,
     ticket_of,
 )
 from kvferry.router.cache.index import IndexStats
@@ -267,7 +266,7 @@ class ClientReply:
         answer without an end."""
         if self._between_events:
             self._between_events = False
-            self._request.cut(b"data: %s\n\n" % error_body(500, code, message))
+            self._request.cut(b"data: %s\n\n" % ApiError(500, code, message).answer.body)
         elif self.status:
             self._request.abort()
 

@@ -23,12 +23,10 @@ import enum
 import ipaddress
 import resource
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal, Protocol
-
-from starlette.types import Receive
+from typing import Any, Literal, Protocol
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Headers, Limits
@@ -55,9 +53,9 @@ _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the 
 _MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
 
 
-def address_of(client: tuple[str, int] | None) -> str:
+def address_of(client: tuple[Any, ...] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
-    return _customer(client[0].partition("%")[0] if client else "")
+    return _customer(str(client[0]).partition("%")[0] if client else "")
 
 
 @lru_cache(1024)
@@ -217,9 +215,14 @@ def require_short(headers: Headers) -> None:
 
 
 async def read_body(
-    headers: Headers, receive: Receive, held: RequestMemory, limits: Limits
+    headers: Headers,
+    read: Callable[[], Awaitable[bytes]],
+    held: RequestMemory,
+    limits: Limits,
 ) -> bytes:
     """A request's body, if there is memory for it and it comes in time. Raises ApiError.
+
+    `read` gives the next bytes of it; none: that was all.
 
     The server reads on and discards the rest of a refused body, so that the client gets to read
     the reason. The guard closes the connection after `header_seconds`.
@@ -238,21 +241,15 @@ async def read_body(
 
     parts: list[bytes] = []
     size = fresh = 0  # fresh: bytes within the current progress_seconds
-    more = True
     try:
         async with asyncio.timeout_at(next_progress()) as deadline:
             with held.upload(deadline):
-                while more:
-                    event = await receive()
-                    if event["type"] == "http.disconnect":
-                        raise ClientGone
-                    data: bytes = event.get("body", b"")
+                while data := await read():
                     size, fresh = size + len(data), fresh + len(data)
                     if size > limits.max_body_bytes:
                         raise too_large
                     held.add(len(data))
                     parts.append(data)
-                    more = event.get("more_body", False)
                     if fresh >= limits.progress_bytes:
                         deadline.reschedule(next_progress())
                         fresh = 0

@@ -21,12 +21,9 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.types import Receive, Scope, Send
-
-from kvferry.router.api import ApiError, Limits
-from kvferry.router.guard import Quota, address_of
+from kvferry.router.api import Answer, ApiError, Headers, Limits
+from kvferry.router.clients import ClientRequest, not_served
+from kvferry.router.guard import Quota
 from kvferry.router.page.live import EngineNow, LiveState
 
 log = logging.getLogger(__name__)
@@ -43,10 +40,11 @@ class LivePage:
     def __init__(self, live: LiveState) -> None:
         self._live = live
 
-    async def state(self, request: Request) -> Response:
-        return Response(self._live.snapshot(), headers=_HEADERS, media_type="application/json")
+    async def state(self, request: ClientRequest) -> Answer:
+        kind = (b"content-type", b"application/json")
+        return Answer(200, [*_HEADERS, kind], self._live.snapshot())
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, request: ClientRequest) -> Answer:
         now, problems = self._live.now(), self._live.problems()
         marks = {
             "state": self._live.state(),
@@ -63,55 +61,45 @@ class LivePage:
         }
         # One pass: what a client wrote is never read as a mark.
         html = _MARK.sub(lambda mark: marks[mark[1]], _SOURCE)
-        return HTMLResponse(html, headers=_HEADERS | {"content-security-policy": _POLICY})
+        kind = (b"content-type", b"text/html; charset=utf-8")
+        policy = (b"content-security-policy", _POLICY.encode())
+        return Answer(200, [*_HEADERS, kind, policy], html.encode())
 
 
 class LiveStream:
-    """/live/stream, as an ASGI application."""
+    """The route /live/stream."""
 
     def __init__(self, live: LiveState, limits: Limits) -> None:
         self._live = live
         self._viewers = Quota(limits.max_viewers, limits.address_share)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        address = address_of(scope.get("client"))
+    async def serve(self, request: ClientRequest) -> None:
+        """Send each new state, until the viewer is gone, which cancels this."""
+        if request.head.method != "GET":
+            request.answer(not_served(405, request).answer)
+            return
+        address = request.address
         if lack := self._viewers.take(address):
             count = self._viewers.most if lack == "all" else self._viewers.most_each
             message = f"viewers of the page: {count}, the most allowed; ask /live now and then"
-            answer = ApiError(429, "too_many_viewers", message, _RETRY_SECONDS).answer
-            headers = {name.decode(): value.decode() for name, value in answer.headers}
-            await Response(answer.body, answer.status, headers)(scope, receive, send)
+            request.answer(ApiError(429, "too_many_viewers", message, _RETRY_SECONDS).answer)
             return
         self._live.watched += 1
-        gone = asyncio.create_task(_disconnect(receive))
         try:
-            await self._show(send, gone)
+            events = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+            request.begin(200, [*_HEADERS, *events])
+            while True:
+                published = self._live.published
+                request.write(b"data: %s\n\n" % self._live.snapshot())
+                async with asyncio.timeout(_VIEWER_SECONDS):
+                    await request.drained()
+                await published.wait()
         except TimeoutError:
             log.info("a viewer of the page at %s took nothing for %g s", address, _VIEWER_SECONDS)
+            request.abort()
         finally:
-            gone.cancel()
             self._live.watched -= 1
             self._viewers.take(address, -1)
-
-    async def _show(self, send: Send, gone: asyncio.Task[None]) -> None:
-        """Send each new state, until the viewer is gone. Raises TimeoutError for a slow one."""
-        head = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
-        head += [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-        async with asyncio.timeout(_VIEWER_SECONDS):
-            await send({"type": "http.response.start", "status": 200, "headers": head})
-        while not gone.done():
-            published = self._live.published
-            event = b"data: %s\n\n" % self._live.snapshot()
-            async with asyncio.timeout(_VIEWER_SECONDS):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            fresh = asyncio.create_task(published.wait())
-            await asyncio.wait({fresh, gone}, return_when=asyncio.FIRST_COMPLETED)
-            fresh.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _hash_of(tag: str) -> str:
@@ -135,12 +123,12 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-_HEADERS = {
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
+_HEADERS: Headers = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
 
 
 def _inside_html(json: bytes) -> str:
