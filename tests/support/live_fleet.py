@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -40,9 +39,6 @@ class Fleet:
         self.stands_still = stands_still
         self.ahead = 0.0
         self.random = random.Random(seed)
-        self.requests: Counter[str] = Counter()
-        self.retries: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
         self.waiting = 0
         self.open: list[tuple[float, Placed, Option]] = []
         self.down_at: dict[str, float] = {}
@@ -69,9 +65,6 @@ class Fleet:
             in_flight=len(self.open),
             most_in_flight=1024,
             waiting=self.waiting,
-            requests=self.requests,
-            retries=self.retries,
-            fallbacks=self.fallbacks,
         )
 
     def pass_time(self, seconds: float) -> None:
@@ -90,7 +83,6 @@ class Fleet:
             self.end("ok", placed)
 
     def end(self, outcome: str, placed: Placed | None = None, *trail: str) -> None:
-        self.requests[outcome] += 1
         request_id = placed.request_id if placed else f"chatcmpl-{self.random.randbytes(8).hex()}"
         self.live.ended(outcome, placed, request_id, trail)
 
@@ -114,7 +106,6 @@ class Fleet:
             why = "prefill elsewhere is cheaper than queueing behind the decodes here"
         elif not chosen.cached_tokens:
             why = "short prompt: a hand-over would cost more than computing it here"
-            self.fallbacks["short"] += 1
         decision = Decision(chosen, tuple(options), f"{why}; next best +{self._behind(options)} ms")
         own = self.random.lognormvariate(-7, 0.5)
         placed = self.live.decided(request_id, tokens, decision, own)

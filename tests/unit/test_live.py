@@ -43,7 +43,6 @@ class World:
         self.time = 1000.0
         self.asked = 0
         self.engines: dict[str, EngineNow] = {}
-        self.counts: dict[str, int] = {}
         self.waiting = 0
         self.said: dict[str, str] = {}
         for url, role in ((P, "prefill"), (D, "decode"), (E, "decode")):
@@ -64,9 +63,6 @@ class World:
             in_flight=4,
             most_in_flight=8,
             waiting=self.waiting,
-            requests=self.counts,
-            retries={},
-            fallbacks={},
             problems=self.said,
         )
 
@@ -287,23 +283,15 @@ def test_the_last_failures_say_what_was_done() -> None:
     assert len(shown[0]["trail"]) == 300
 
 
-def test_slow_first_tokens_are_noticed() -> None:
+def test_curves_are_of_ten_minutes() -> None:
     world = World()
-    live = world.live
-
-    def minutes(count: int, seconds: float) -> dict[str, tuple[str, float]]:
-        found = {}
-        for _ in range(count * 60):
-            placed = live.decided("a", 10, decision(option()))
-            live.answered(placed, seconds, prefill=P, decode=D)
-            found = world.problems()
-        return found
-
-    assert minutes(3, 0.4) == {}
-    assert list(minutes(1, 1.6)) == ["First tokens take 1.6 s, 4 times the usual."]
-    assert len(world.after(1)["points"]) > 40
-    assert minutes(9, 1.6) == {}  # this is usual now
-    assert len(world.after(1)["points"]) == 120
+    for second in range(13 * 60):
+        placed = world.live.decided("a", 10, decision(option()))
+        world.live.answered(placed, 0.4 if second < 400 else 1.6, prefill=P, decode=D)
+        world.after(1)
+    points = world.after(1)["points"]
+    assert len(points) == 120
+    assert (points[0]["p50"], points[-1]["p50"]) == (400, 1600)
 
 
 def test_changes_are_told_once_and_the_last_ones_kept() -> None:
@@ -334,10 +322,7 @@ def test_changes_are_told_once_and_the_last_ones_kept() -> None:
         changes = said()
     assert len(changes) == 100
     assert max(len(what) for _, what, _ in changes) < 320
-    flaps = [what for what in world.problems() if "Went down" in what]
-    assert flaps == [f"{D} Went down 50 times in ten minutes."]
     assert len(world.after(700)["changes"]) == 100
-    assert not [what for what in world.problems() if "Went down" in what]
 
 
 def test_recent_failures_of_an_engine_are_counted() -> None:
@@ -360,7 +345,6 @@ def test_an_engine_that_never_was_up_has_not_failed() -> None:
     assert list(world.problems()) == [
         f"{D} Not up yet: cannot connect. 1 other decode engine is up."
     ]
-    assert "<td>not up yet</td>" in page_module._row(world.engines[D])
     world.set(D, up=True, was_up=True, reason="", failed_probes=6)
     assert world.after(1)["engines"][1]["recent_failed_probes"] == 0
     world.set(D, up=False, reason="silent for 2 s", failed_probes=8)
@@ -429,7 +413,6 @@ def test_hostile_texts_stay_text() -> None:
             fleet.engines[url + text] = evil
             fleet.down_at[url + text] = fleet.clock()
         fleet.live.decided(text, 5, decision(option(text, text), why=text))
-        fleet.requests["ok" + text] = 3
         fleet.live.look()
         served = Served(fleet, traffic=False)
         answer = httpx.get(served.url, trust_env=False)

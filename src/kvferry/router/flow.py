@@ -169,9 +169,6 @@ class Router:
             in_flight=self.places.taken,
             most_in_flight=self.limits.max_in_flight,
             waiting=self.fleet.turns.waiting,
-            requests=self.requests,
-            retries=self.retries,
-            fallbacks=self.fallbacks,
             problems={
                 file.name: f"The file of {file.name} is not used: {file.problem}"
                 for file in self.sources.files

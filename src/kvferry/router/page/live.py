@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -50,11 +50,6 @@ _LATENCIES = 2048  # of all engines together; sorting them takes 0.3 ms, once a 
 _LATENCIES_EACH = 256
 _POINT_SECONDS = 5.0  # a point of the curves; 120 of them are ten minutes
 _POINTS = 120
-_FLAPS = 3  # times down within the changes that are kept, and within _FLAP_SECONDS
-_FLAP_SECONDS = 600.0
-# First tokens count as slow when the last minute's median is this many times that of the points
-# before, and this many seconds. Fewer answers than this say nothing.
-_SLOW_TIMES, _SLOW_SECONDS, _SLOW_ANSWERS = 3.0, 0.5, 20
 _FAILED = ("engine_error", "unavailable", "deadline", "broken_stream", "stopped", "internal")
 
 K = TypeVar("K")
@@ -91,15 +86,12 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The router at this moment. The counts are since its start."""
+    """The router at this moment."""
 
     engines: Sequence[EngineNow]
     in_flight: int
     most_in_flight: int
     waiting: int  # requests that wait for a decode engine
-    requests: Mapping[str, int]  # by outcome
-    retries: Mapping[str, int]
-    fallbacks: Mapping[str, int]
     problems: Mapping[str, str] = {}  # warnings of other parts: a key, and what is wrong
 
 
@@ -118,12 +110,9 @@ class Placed:
     answered: bool = False
     actual_ms: float | None = None
     outcome: str | None = None  # None: in flight
-    _options: list[dict[str, object]] | None = None
 
     def shown(self) -> dict[str, object]:
         chosen = self.decision.chosen
-        if self._options is None:  # most decisions are never shown
-            self._options = _options(self.decision)
         return {
             "number": self.number,
             "time": self.time,
@@ -136,7 +125,7 @@ class Placed:
             "actual_ms": self.actual_ms,
             "outcome": self.outcome,
             "why": _cut(self.decision.why),
-            "options": self._options,
+            "options": _options(self.decision),
         }
 
 
@@ -174,7 +163,6 @@ class Point(msgspec.Struct, frozen=True):
     time: float  # of its end
     requests: int  # that ended
     failed: int
-    answers: int  # whose first token was timed
     p50: float | None  # milliseconds to the first token
     p99: float | None
     hit_rate: float | None
@@ -325,7 +313,9 @@ class LiveState:
             for url in engines
         }
         self._engines = engines
-        self._draw_point(wall)
+        if self._clock() - self._point.begun >= _POINT_SECONDS:
+            self._points.append(self._point.shown(wall))
+            self._point = _NewPoint(self._clock())
         self._update_problems(now, wall)
         if self.watched:
             self.snapshot()
@@ -338,9 +328,6 @@ class LiveState:
             self._snapshot = msgspec.json.encode(self._all())
             self._snapshot_at = self._clock()
         return self._snapshot
-
-    def now(self) -> RouterNow:
-        return self._now()
 
     def problems(self) -> list[Problem]:
         """The worst first, of equal ones the latest first."""
@@ -366,18 +353,8 @@ class LiveState:
             except Exception:  # without looks, the page would stand still and not say why
                 log.exception("the router's page could not be brought up to date")
 
-    def _draw_point(self, wall: float) -> None:
-        if self._clock() - self._point.begun >= _POINT_SECONDS:
-            self._points.append(self._point.shown(wall))
-            self._point = _NewPoint(self._clock())
-
     def _update_problems(self, now: RouterNow, wall: float) -> None:
-        found = {
-            **engine_problems(now, wall),
-            **request_problems(self._outcomes.totals(), now),
-            **_flapping(self._changes, wall),
-            **_slow(self._points),
-        }
+        found = engine_problems(now, wall) | request_problems(self._outcomes.totals(), now)
         for key, problem in found.items():
             old = self._problems.get(key)
             since = old.since if old is not None else problem.since or wall
@@ -416,11 +393,6 @@ class LiveState:
             "outcomes": (outcomes := dict(self._outcomes.totals())),  # of the last minute
             "failed": sum(outcomes.get(name, 0) for name in _FAILED),
             "points": list(self._points),
-            "counts": {
-                "requests": dict(now.requests),
-                "retries": dict(now.retries),
-                "fallbacks": dict(now.fallbacks),
-            },
             "failures": list(reversed(self._failed)),
             "decisions": [placed.shown() for placed in reversed(self._decisions)],
         }
@@ -530,46 +502,6 @@ def changes(
     return found
 
 
-def _flapping(seen: Iterable[Change], wall: float) -> dict[str, Problem]:
-    downs: dict[str, list[float]] = {}
-    for change in seen:
-        if change.what.startswith("down") and wall - change.time <= _FLAP_SECONDS:
-            downs.setdefault(change.where, []).append(change.time)
-    return {
-        f"flaps {url}": Problem(
-            "warning", url, f"Went down {len(times)} times in ten minutes.", times[0]
-        )
-        for url, times in downs.items()
-        if len(times) >= _FLAPS
-    }
-
-
-def _slow(points: Iterable[Point]) -> dict[str, Problem]:
-    """First tokens of the last minute that take much longer than those before."""
-    minute = round(60 / _POINT_SECONDS)
-    seen = list(points)
-    before, last = _median(seen[:-minute]), _median(seen[-minute:])
-    if before is None or last is None:
-        return {}
-    if last < _SLOW_SECONDS * 1000 or last < _SLOW_TIMES * before:
-        return {}
-    what = f"First tokens take {last / 1000:.1f} s, {last / before:.0f} times the usual."
-    return {"slow": Problem("warning", "", what)}
-
-
-def _median(points: Iterable[Point]) -> float | None:
-    """The median of the points' medians by their answers; None if too few answers came."""
-    known = sorted((point.p50, point.answers) for point in points if point.p50 is not None)
-    left = sum(answers for _, answers in known) / 2
-    if 2 * left < _SLOW_ANSWERS:
-        return None
-    for value, answers in known:
-        left -= answers
-        if left <= 0:
-            return value
-    return None
-
-
 # Bounded memories
 
 
@@ -649,7 +581,6 @@ class _NewPoint:
             time=wall,
             requests=self.ended,
             failed=self.failed,
-            answers=len(ordered),
             p50=percentile_ms(ordered, 50),
             p99=percentile_ms(ordered, 99),
             hit_rate=self.cached / self.tokens if self.tokens else None,

@@ -3,8 +3,7 @@
 
 The page is one file. Its policy allows its own style and script by their hashes, a connection back
 to the router, and nothing else; texts of clients and engines become text nodes, never HTML. The
-router writes tables into the page, so that it is of use without scripts. The script draws over
-them from the state that the page carries, then from /live/stream.
+script draws the state that the page carries, then each one that comes from /live/stream.
 
 All viewers of the stream get the same bytes, once a second. None has a queue: a viewer that reads
 slowly misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
@@ -17,21 +16,19 @@ import base64
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 
 from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.clients import ClientRequest, not_served
 from kvferry.router.guard import Quota
-from kvferry.router.page.live import EngineNow, LiveState
+from kvferry.router.page.live import LiveState
 
 log = logging.getLogger(__name__)
 
 _VIEWER_SECONDS = 10.0
 _RETRY_SECONDS = 10.0  # after a refusal; viewers stay long
 _SOURCE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-_MARK = re.compile(r"<!--(\w+)-->")
+_STATE_MARK = "<!--state-->"
 
 
 class LivePage:
@@ -45,22 +42,7 @@ class LivePage:
         return Answer(200, [*_HEADERS, kind], self._live.snapshot())
 
     async def page(self, request: ClientRequest) -> Answer:
-        now, problems = self._live.now(), self._live.problems()
-        marks = {
-            "state": self._live.state(),
-            "summary": f"{now.in_flight} in flight",
-            "problems": "".join(
-                f'<li class="{p.severity}">{escape(f"{p.where} {p.what}".strip())}</li>\n'
-                for p in problems
-            ),
-            "engines": "".join(_row(engine) for engine in now.engines),
-            "requests": _counted(now.requests),
-            "retries": _counted(now.retries),
-            "fallbacks": _counted(now.fallbacks),
-            "json": _inside_html(self._live.snapshot()),
-        }
-        # One pass: what a client wrote is never read as a mark.
-        html = _MARK.sub(lambda mark: marks[mark[1]], _SOURCE)
+        html = _SOURCE.replace(_STATE_MARK, _inside_html(self._live.snapshot()))
         kind = (b"content-type", b"text/html; charset=utf-8")
         policy = (b"content-security-policy", _POLICY.encode())
         return Answer(200, [*_HEADERS, kind, policy], html.encode())
@@ -105,7 +87,7 @@ class LiveStream:
 def _hash_of(tag: str) -> str:
     """The content-security-policy's name of the page's only style or script."""
     found = re.search(rf"<{tag}>(.*?)</{tag}>", _SOURCE, re.DOTALL)
-    assert found is not None and not _MARK.search(found[1])
+    assert found is not None
     digest = hashlib.sha256(found[1].encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -137,19 +119,3 @@ def _inside_html(json: bytes) -> str:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def _row(engine: EngineNow) -> str:
-    state = "up" if engine.up else "down" if engine.was_up else "not up yet"
-    if engine.draining:
-        state += ", draining"
-    cells = (engine.url, " ".join(engine.roles), state, str(engine.in_flight), engine.reason)
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return "".join(
-        f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{count}</td></tr>\n"
-        for name, count in counts.items()
-        if count
-    )
