@@ -22,14 +22,15 @@ import asyncio
 import enum
 import ipaddress
 import resource
-from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Headers, Limits
+
+if TYPE_CHECKING:
+    from kvferry.router.clients import ClientConnection
 
 Lack = Literal["address", "all"]  # whose limit is reached
 # Frees a part of what one address or (None) all clients have; False if nothing can be freed.
@@ -119,88 +120,31 @@ class Places(Quota):
         self.take(address, -1)
 
 
-class MemoryLimit(Quota):
-    """The memory for bodies and answers of all requests."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.max_held_bytes, limits.address_share)
-        self.uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
-        self._grace_seconds = limits.progress_seconds
-
-    def drop_oldest(self, address: str | None, wanted_by: RequestMemory) -> bool:
-        """Drop the oldest unfinished body, of `address` or of all; False if there is none.
-
-        A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
-        other, and none would ever be complete.
-        """
-        now = asyncio.get_running_loop().time()
-        for held in self.uploads:
-            if now - held.since < self._grace_seconds:
-                return False
-            if held.charged and held is not wanted_by and address in (None, held.address):
-                del self.uploads[held]
-                held.drop()
-                return True
-        return False
-
-
 class RequestMemory:
-    """The memory of one request."""
+    """What one request holds of the memory for all bodies and answers."""
 
-    def __init__(self, memory: MemoryLimit, address: str) -> None:
-        self.address = address
-        self.since = asyncio.get_running_loop().time()
+    def __init__(self, memory: Quota, address: str) -> None:
         self.bytes = 0
-        self.charged = 0
-        self.dropped = False
+        self._address = address
+        self._charged = 0
         self._memory = memory
-        self._deadline: asyncio.Timeout
 
     def add(self, count: int) -> None:
         """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
-        if self.dropped:
-            raise self.refusal()
         self.bytes += count
-        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
-        if not charge:
-            return
-        memory = self._memory
-        lack = memory.take(self.address, charge, lambda address: memory.drop_oldest(address, self))
-        if lack:
-            raise self.refusal(lack)
-        self.charged += charge
-
-    @contextmanager
-    def upload(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Until the body is complete, another request may drop it, which ends its deadline."""
-        self._deadline = deadline
-        self._memory.uploads[self] = None
-        try:
-            yield
-        finally:
-            self._memory.uploads.pop(self, None)
-
-    def drop(self) -> None:
-        self.dropped = True
-        self.close()
-        if not self._deadline.expired():
-            self._deadline.reschedule(self.since)
+        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self._charged
+        lack = self._memory.take(self._address, charge) if charge else None
+        if lack == "address":
+            message = f"your address has {self._memory.most_each} bytes here; try again soon"
+            raise ApiError(429, "too_many_bytes", message, _RETRY_SECONDS)
+        if lack == "all":
+            message = f"the router holds {self._memory.most} bytes, its most; try again soon"
+            raise ApiError(503, "router_full", message, _RETRY_SECONDS)
+        self._charged += charge
 
     def close(self) -> None:
-        if self.charged:
-            self._memory.take(self.address, -self.charged)
-            self.charged = 0
-
-    def refusal(self, lack: Lack = "all") -> ApiError:
-        if lack == "address":
-            most = self._memory.most_each
-            message = f"requests of your address hold {most} bytes in the router; try again soon"
-            return ApiError(429, "too_many_bytes", message, _RETRY_SECONDS)
-        most = self._memory.most
-        message = (
-            f"bodies and answers fill the {most} bytes that the router may hold; try again soon"
-        )
-        return ApiError(503, "router_full", message, _RETRY_SECONDS)
+        self._memory.take(self._address, -self._charged)
+        self._charged = 0
 
 
 class ClientGone(Exception):
@@ -243,19 +187,16 @@ async def read_body(
     size = fresh = 0  # fresh: bytes within the current progress_seconds
     try:
         async with asyncio.timeout_at(next_progress()) as deadline:
-            with held.upload(deadline):
-                while data := await read():
-                    size, fresh = size + len(data), fresh + len(data)
-                    if size > limits.max_body_bytes:
-                        raise too_large
-                    held.add(len(data))
-                    parts.append(data)
-                    if fresh >= limits.progress_bytes:
-                        deadline.reschedule(next_progress())
-                        fresh = 0
+            while data := await read():
+                size, fresh = size + len(data), fresh + len(data)
+                if size > limits.max_body_bytes:
+                    raise too_large
+                held.add(len(data))
+                parts.append(data)
+                if fresh >= limits.progress_bytes:
+                    deadline.reschedule(next_progress())
+                    fresh = 0
     except TimeoutError:
-        if held.dropped:
-            raise held.refusal() from None
         timeout = ApiError(
             408,
             "request_timeout",
@@ -273,18 +214,6 @@ class Stage(enum.Enum):
     SERVING = enum.auto()
 
 
-class Guarded(Protocol):
-    """A client's connection, as a guard sees it."""
-
-    transport: asyncio.Transport
-    loop: asyncio.AbstractEventLoop
-    address: str
-    stage: Stage | None  # None: not admitted, or lost
-    since: float  # when the client last did what its stage asks for, in the loop's time
-
-    def overdue(self, now: float, limits: Limits) -> bool: ...
-
-
 class Guard:
     """All connections of one server."""
 
@@ -293,7 +222,7 @@ class Guard:
         self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
-        self._stages: dict[Stage, dict[Guarded, None]] = {stage: {} for stage in Stage}
+        self._stages: dict[Stage, dict[ClientConnection, None]] = {stage: {} for stage in Stage}
         self._sweeping = False
 
     @property
@@ -302,7 +231,7 @@ class Guard:
         # The loop accepts up to twice before `admit` is called.
         return max(1, min(self.most, _MOST_AHEAD) // 2)
 
-    def admit(self, new: Guarded) -> None:
+    def admit(self, new: ClientConnection) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
         if self._quota.take(new.address, make_room=self._close_oldest):
             new.transport.abort()
@@ -313,13 +242,13 @@ class Guard:
             self._sweeping = True
             self._sweep(new.loop)
 
-    def forget(self, connection: Guarded) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         if connection.stage is not None:
             del self._stages[connection.stage][connection]
             self._quota.take(connection.address, -1)
             connection.stage = None
 
-    def moved(self, connection: Guarded, stage: Stage) -> None:
+    def moved(self, connection: ClientConnection, stage: Stage) -> None:
         if connection.stage not in (None, stage):
             del self._stages[connection.stage][connection]
             self._stages[stage][connection] = None
@@ -344,25 +273,23 @@ class Guard:
 
 
 def _connections_by_files(limits: Limits) -> int:
-    """How many connections the limit of descriptors allows, which is raised as far as needed."""
+    """How many connections the limit of descriptors allows, which is raised as far as needed.
 
-    def files(connections: int) -> int:
-        # A request in flight may need one descriptor for a busy and one for an idle connection to
-        # an engine. An idle client needs neither.
-        ahead = min(connections, _MOST_AHEAD)
-        return _OWN_FILES + connections + ahead + 2 * min(connections, limits.max_in_flight)
-
-    wanted = limits.max_connections
-    needed = files(wanted)
+    A connection may need four: its own, one that is accepted ahead of it, and for a request in
+    flight a busy and an idle one to an engine.
+    """
+    wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
+    needed = _OWN_FILES + wanted + min(3 * wanted, others)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY:
-        soft = needed
-    elif soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    if soft < files(1):
+        return wanted
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = soft - _OWN_FILES
+    most = min(wanted, max(left // 4, left - others))
+    if most < 1:
         raise DescriptionError(
             f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
         )
-    return bisect_right(range(wanted + 1), soft, key=files) - 1
+    return most
