@@ -40,6 +40,7 @@ from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
     LIVE_STREAM,
+    RETRY_SECONDS,
     ClientGone,
     Guard,
     RequestMemory,
@@ -317,11 +318,9 @@ class ApiRoute:
         else:
             require_short(headers)
             asked.held.add(len(body))
-        router.places.enter(request.address)
-        try:
+        in_flight = ("requests in flight", "too_many_requests", RETRY_SECONDS)
+        with router.places.place(request.address, *in_flight):
             await self._answer(asked, body, reply)
-        finally:
-            router.places.leave(request.address)
 
 
 def _by_status(status: int) -> str:

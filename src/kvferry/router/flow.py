@@ -76,7 +76,7 @@ from kvferry.router.fleet.engines import (
 )
 from kvferry.router.fleet.sources import Sources
 from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import Places, Quota
+from kvferry.router.guard import Quota
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
@@ -143,7 +143,7 @@ class Router:
             self.sources.watch(
                 "engine_key", config.engine_key_file, self.engine_key.use, secret=True
             )
-        self.places = Places(config.limits.max_in_flight, config.limits.address_share)
+        self.places = Quota(config.limits.max_in_flight, config.limits.address_share)
         self.memory = Quota(config.limits.max_held_bytes, config.limits.address_share)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))

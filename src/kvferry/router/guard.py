@@ -22,8 +22,8 @@ import asyncio
 import enum
 import ipaddress
 import resource
-from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.errors import DescriptionError
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvferry.router.clients import ClientConnection
 
 Lack = Literal["address", "all"]  # whose limit is reached
-# Frees a part of what one address or (None) all clients have; False if nothing can be freed.
-MakeRoom = Callable[[str | None], bool]
 
 LIVE_STREAM = "/live/stream"  # see `page`
 
@@ -49,22 +47,16 @@ _COPIES = 2
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
-_RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
+RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
 _MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
 
 
 def address_of(client: tuple[Any, ...] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
-    return _customer(str(client[0]).partition("%")[0] if client else "")
-
-
-@lru_cache(1024)
-def _customer(host: str) -> str:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return ""  # a Unix socket
+    if not client:  # it is gone already
+        return ""
+    address = ipaddress.ip_address(str(client[0]).partition("%")[0])
     if address.version == 4:
         return str(address)
     if address.ipv4_mapped is not None:
@@ -81,43 +73,32 @@ class Quota:
         self.taken = 0
         self._by_address: dict[str, int] = {}
 
-    def take(
-        self, address: str, amount: int = 1, make_room: MakeRoom = lambda address: False
-    ) -> Lack | None:
-        """Take `amount`. If a limit forbids that, return which one, and take nothing.
-
-        Before that, `make_room` is called as long as it can free a part of what an address has
-        taken, or (None) of what all have. A negative amount gives back.
-        """
-        while amount > 0 and (lack := self._lack(address, amount)):
-            if not make_room(address if lack == "address" else None):
-                return lack
-        self.taken += amount
+    def take(self, address: str, amount: int = 1) -> Lack | None:
+        """Take `amount`; a negative one gives back. If a limit forbids that, return which one, and
+        take nothing."""
         left = self._by_address.get(address, 0) + amount
+        if amount > 0 and left > self.most_each:
+            return "address"
+        if amount > 0 and self.taken + amount > self.most:
+            return "all"
+        self.taken += amount
         if left:
             self._by_address[address] = left
         else:
             self._by_address.pop(address, None)
         return None
 
-    def _lack(self, address: str, amount: int) -> Lack | None:
-        if self._by_address.get(address, 0) + amount > self.most_each:
-            return "address"
-        return "all" if self.taken + amount > self.most else None
-
-
-class Places(Quota):
-    """Requests in flight."""
-
-    def enter(self, address: str) -> None:
-        """Take a place while a request is in flight, until `leave`. Raises ApiError 429."""
+    @contextmanager
+    def place(self, address: str, what: str, code: str, later_seconds: float) -> Iterator[None]:
+        """One of them, for a while. `what` and `code` say what it is. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
-            message = f"requests in flight: {count}, the most allowed; try again soon"
-            raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-
-    def leave(self, address: str) -> None:
-        self.take(address, -1)
+            message = f"{what}: {count}, the most allowed; try again soon"
+            raise ApiError(429, code, message, later_seconds)
+        try:
+            yield
+        finally:
+            self.take(address, -1)
 
 
 class RequestMemory:
@@ -136,10 +117,10 @@ class RequestMemory:
         lack = self._memory.take(self._address, charge) if charge else None
         if lack == "address":
             message = f"your address has {self._memory.most_each} bytes here; try again soon"
-            raise ApiError(429, "too_many_bytes", message, _RETRY_SECONDS)
+            raise ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
         if lack == "all":
             message = f"the router holds {self._memory.most} bytes, its most; try again soon"
-            raise ApiError(503, "router_full", message, _RETRY_SECONDS)
+            raise ApiError(503, "router_full", message, RETRY_SECONDS)
         self._charged += charge
 
     def close(self) -> None:
@@ -233,9 +214,10 @@ class Guard:
 
     def admit(self, new: ClientConnection) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
-        if self._quota.take(new.address, make_room=self._close_oldest):
-            new.transport.abort()
-            return
+        while lack := self._quota.take(new.address):
+            if not self._close_oldest(new.address if lack == "address" else None):
+                new.transport.abort()
+                return
         new.stage, new.since = Stage.HEAD, new.loop.time()
         self._stages[Stage.HEAD][new] = None
         if not self._sweeping:

@@ -56,16 +56,18 @@ class LiveStream:
         self._viewers = Quota(limits.max_viewers, limits.address_share)
 
     async def serve(self, request: ClientRequest) -> None:
-        """Send each new state, until the viewer is gone, which cancels this."""
         if request.head.method != "GET":
             request.answer(not_served(405, request).answer)
             return
-        address = request.address
-        if lack := self._viewers.take(address):
-            count = self._viewers.most if lack == "all" else self._viewers.most_each
-            message = f"viewers of the page: {count}, the most allowed; ask /live now and then"
-            request.answer(ApiError(429, "too_many_viewers", message, _RETRY_SECONDS).answer)
-            return
+        viewers = ("viewers of the page", "too_many_viewers", _RETRY_SECONDS)
+        try:
+            with self._viewers.place(request.address, *viewers):
+                await self._show(request)
+        except ApiError as error:
+            request.answer(error.answer)
+
+    async def _show(self, request: ClientRequest) -> None:
+        """Send each new state, until the viewer is gone, which cancels this."""
         self._live.watched += 1
         try:
             events = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
@@ -77,11 +79,11 @@ class LiveStream:
                     await request.drained()
                 await published.wait()
         except TimeoutError:
-            log.info("a viewer of the page at %s took nothing for %g s", address, _VIEWER_SECONDS)
+            seconds = _VIEWER_SECONDS
+            log.info("a viewer of the page at %s took nothing for %g s", request.address, seconds)
             request.abort()
         finally:
             self._live.watched -= 1
-            self._viewers.take(address, -1)
 
 
 def _hash_of(tag: str) -> str:
