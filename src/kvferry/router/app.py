@@ -49,7 +49,7 @@ from kvferry.router.guard import (
 )
 from kvferry.router.page.serve import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
-from kvferry.router.spans import sending
+from kvferry.router.spans import RequestSpans, sending
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -141,15 +141,12 @@ def serve(config: RouterConfig, listen: Listen) -> None:
                 "listening on %s without TLS: keys and tokens pass in the clear", listen.host
             )
 
-    def draining() -> None:
-        app.router.draining = True
-
     # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a request makes hundreds of objects, few in circles
     with suppress(KeyboardInterrupt):  # drained by then
-        RouterServer(settings, listen, draining).run()
+        RouterServer(settings, listen).run()
 
 
 # Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but
@@ -222,11 +219,14 @@ class ApiRoute:
         asked = Incoming(
             request_id_of(headers), method, request.path, end_to_end(headers), held, address
         )
+        request_id = asked.request_id.decode()
         if router.spans is not None:
-            asked.spans = router.spans.request(method, asked.path, asked.request_id, asked.headers)
+            asked.spans = RequestSpans(
+                router.spans, method, request.path, request_id, asked.headers
+            )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(request, asked.request_id, lambda: router.draining)
+        reply = ClientReply(request, asked.request_id)
         begun = time.monotonic()
         outcome = "internal"
         try:
@@ -238,7 +238,6 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
-            request_id = asked.request_id.decode()
             router.live.ended(outcome, asked.placed, request_id, asked.trail)
             ended = time.monotonic()
             if outcome == "ok":

@@ -138,16 +138,19 @@ class ClientConnection(asyncio.Protocol):
 
     # By the server
 
+    def drain(self) -> None:
+        """The next answer is the last one."""
+        self._stopping = True
+        if self.request is not None:
+            self.request.keeps = False
+
     def shutdown(self) -> None:
         """The server stops: answers may end, but the stream of the page has no end."""
-        self._stopping = True
-        request = self.request
-        if request is None or request.answered:
+        self.drain()
+        if self.idle:
             self.transport.close()
-        elif request.path == LIVE_STREAM:
+        elif self.request is not None and self.request.path == LIVE_STREAM:
             self.transport.abort()
-        else:
-            request.keeps = False
 
     @property
     def idle(self) -> bool:

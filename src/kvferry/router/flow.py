@@ -127,7 +127,6 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.draining = False  # the router was told to stop
         self.fleet = Fleet(config.specs(), config.limits, ca_file=config.engine_ca)
         self.sources = Sources(self.fleet, config.limits)
         self.sources.names.use(COMMAND_LINE, [s for s in config.specs() if s.is_name])
@@ -218,16 +217,9 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
 class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
-    def __init__(
-        self,
-        request: ClientRequest,
-        request_id: bytes,
-        is_last: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`is_last`: whether the connection is closed after this answer."""
+    def __init__(self, request: ClientRequest, request_id: bytes) -> None:
         self._request = request
         self._request_id = request_id
-        self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
         self.saw: Callable[[bytes], None] | None = None  # gets a stream as it passes
@@ -243,13 +235,11 @@ class ClientReply:
         headers = [*answer.headers, (REQUEST_ID, self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(body)))
-        if self._is_last() and not any(name == b"connection" for name, _ in headers):
-            headers.append((b"connection", b"close"))
         request.begin(answer.status, headers)
         if answer.rest is not None:
             coded = any(name == b"content-encoding" for name, _ in answer.headers)
             self._by_events = self._between_events = not coded
-            self._pass(body, last=False)
+            self.take(body, last=False)
             await request.drained()
             await answer.rest.pass_on(self)
             return
@@ -269,14 +259,11 @@ class ClientReply:
 
     # As a `StreamSink`
 
-    def take(self, data: bytes, last: bool) -> bool:
-        return self._pass(data, last)
-
     def on_drain(self, go_on: Callable[[], None] | None) -> None:
         if not self._request.answered:  # else the connection is the next request's
             self._request.connection.drained = go_on
 
-    def _pass(self, data: bytes, last: bool) -> bool:
+    def take(self, data: bytes, last: bool) -> bool:
         """Pass on whole events, and keep the part of the next one, if it is small."""
         if self._by_events and not last:
             if self._part:

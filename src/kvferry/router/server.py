@@ -88,16 +88,9 @@ class Listen:
 class RouterServer(uvicorn.Server):
     """uvicorn's server, on sockets that can be taken over and handed over."""
 
-    def __init__(
-        self,
-        settings: uvicorn.Config,
-        listen: Listen,
-        draining: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`draining` is called when the router begins to drain."""
+    def __init__(self, settings: uvicorn.Config, listen: Listen) -> None:
         super().__init__(settings)
         self._listen = listen
-        self._draining = draining
         self._door: _Door | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -125,14 +118,13 @@ class RouterServer(uvicorn.Server):
             self._door.close()
         for server in self.servers:
             server.close()
-        self._draining()
+        connections: set[ClientConnection] = self.server_state.connections  # type: ignore[assignment]
+        for connection in connections:
+            connection.drain()
         end = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < end and any(c.idle for c in self._connections()):
+        while time.monotonic() < end and any(c.idle for c in connections):
             await asyncio.sleep(_POLL_SECONDS)
         await super().shutdown(sockets)
-
-    def _connections(self) -> list[ClientConnection]:
-        return list(self.server_state.connections)  # type: ignore[arg-type]
 
     def _leave(self) -> None:
         log.info("another router has the port now; this one drains")

@@ -77,10 +77,6 @@ class RouterSpans:
         log.info("traces go to the collector that %s names", named)  # it may hold a password
         return made
 
-    def request(self, method: str, path: str, request_id: bytes, headers: Headers) -> RequestSpans:
-        """A request has come."""
-        return RequestSpans(self, method, path, request_id.decode(), headers)
-
     async def close(self) -> None:
         """Send what is left. A collector that does not answer is given up."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)

@@ -160,12 +160,10 @@ class Failure(msgspec.Struct, frozen=True):
 class Point(msgspec.Struct, frozen=True):
     """Five seconds of the curves."""
 
-    time: float  # of its end
     requests: int  # that ended
     failed: int
     p50: float | None  # milliseconds to the first token
     p99: float | None
-    hit_rate: float | None
 
 
 class LiveState:
@@ -265,8 +263,6 @@ class LiveState:
         self._hits.add("none", placed.tokens - cached)
         self._engine_tokens.add(computer, placed.tokens)
         self._engine_cached.add(computer, cached)
-        self._point.tokens += placed.tokens
-        self._point.cached += cached
 
     def ended(
         self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
@@ -314,7 +310,7 @@ class LiveState:
         }
         self._engines = engines
         if self._clock() - self._point.begun >= _POINT_SECONDS:
-            self._points.append(self._point.shown(wall))
+            self._points.append(self._point.shown())
             self._point = _NewPoint(self._clock())
         self._update_problems(now, wall)
         if self.watched:
@@ -572,18 +568,16 @@ class _NewPoint:
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
-        self.ended = self.failed = self.tokens = self.cached = 0
+        self.ended = self.failed = 0
         self.first_tokens: deque[float] = deque(maxlen=_LATENCIES)
 
-    def shown(self, wall: float) -> Point:
+    def shown(self) -> Point:
         ordered = sorted(self.first_tokens)
         return Point(
-            time=wall,
             requests=self.ended,
             failed=self.failed,
             p50=percentile_ms(ordered, 50),
             p99=percentile_ms(ordered, 99),
-            hit_rate=self.cached / self.tokens if self.tokens else None,
         )
 
 
