@@ -46,13 +46,9 @@ from kvferry.router.http1 import (
 
 log = logging.getLogger(__name__)
 
-# That a client may send ahead while the router serves its request.
-_MAX_EARLY_BYTES = 64 << 10
-# Of a body, that waits until the request takes it. Then the client has to wait.
-_MOST_UNREAD_BYTES = 64 << 10
-# Read at a time. asyncio reads 256 KiB, for which the allocator takes long.
-_READ_BYTES = 64 << 10
-_LARGE_BYTES = 64 << 10  # a piece of an answer that is not copied to join it with its frame
+# Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
+# request takes it; and that a client may send ahead while the router serves its request.
+_MOST_BYTES = 64 << 10
 CUT_SECONDS = 5.0  # in which a client may read what came before an answer was cut
 _WITHOUT_BODY = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -108,7 +104,7 @@ class ClientConnection(asyncio.Protocol):
         self.server_state.connections.add(self)  # type: ignore[arg-type]
         self.secure = self.transport.get_extra_info("sslcontext") is not None
         if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
-            self.transport.max_size = _READ_BYTES
+            self.transport.max_size = _MOST_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.forget(self)
@@ -178,15 +174,16 @@ class ClientConnection(asyncio.Protocol):
                     if found is None:
                         self._data = data
                         break
-                    request = self._begin(read_request(found[0]))
-                    data = found[1]
-                    request.arrived(data)
+                    self.server_state.total_requests += 1
+                    request = self.request = ClientRequest(self, read_request(found[0]))
+                    request.keeps = request.head.keeps and not self._stopping
+                    request.arrived(found[1])
                     request.start()
                 elif request is not None and not request.head.body.whole:
                     request.arrived(data)
                 else:  # sent ahead of an answer, or by a client that does not read its answers
                     self._data = data
-                    if len(data) > _MAX_EARLY_BYTES:
+                    if len(data) > _MOST_BYTES:
                         self.transport.abort()
                     break
                 data = request.head.body.rest
@@ -195,12 +192,6 @@ class ClientConnection(asyncio.Protocol):
         except HttpError as error:
             self._refuse(error)
         self.guard.moved(self, self._stage_now())
-
-    def _begin(self, head: RequestHead) -> ClientRequest:
-        self.server_state.total_requests += 1
-        request = self.request = ClientRequest(self, head)
-        request.keeps = head.keeps and not self._stopping
-        return request
 
     def answered(self, request: ClientRequest) -> None:
         """An answer is complete."""
@@ -253,7 +244,7 @@ class ClientRequest:
 
     __slots__ = (
         *("answered", "begun", "connection", "gone", "head", "keeps", "path", "status", "task"),
-        *("_chunked", "_left", "_pending", "_silent", "_unread", "_waiter"),
+        *("_chunked", "_has_length", "_pending", "_silent", "_unread", "_waiter"),
     )
 
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
@@ -269,8 +260,8 @@ class ClientRequest:
         self._unread = 0  # bytes of the body that came since `read` was last called
         self._waiter: asyncio.Future[None] | None = None
         self._pending = b""  # the answer's head, which goes out with its first bytes
-        self._chunked = self._silent = False  # silent: the answer has a head only
-        self._left: int | None = None  # of an answer that told its length
+        self._chunked = self._has_length = False  # how the client sees where the answer ends
+        self._silent = False  # the answer has a head only
 
     @property
     def address(self) -> str:
@@ -300,7 +291,7 @@ class ClientRequest:
             body.parts.clear()
             return
         self._unread += len(data) - len(body.rest)
-        if self._unread > _MOST_UNREAD_BYTES and not body.whole:
+        if self._unread > _MOST_BYTES and not body.whole:
             self.connection.transport.pause_reading()
         self._wake()
 
@@ -354,11 +345,11 @@ class ClientRequest:
         closes = False
         for name, value in headers:
             if name == b"content-length":
-                self._left = int(value)
+                self._has_length = True
             elif name == b"connection" and value.lower() == b"close":
                 closes = True
         self._silent = self.head.method == "HEAD" or status in _WITHOUT_BODY
-        if self._left is None and not self._silent:
+        if not (self._has_length or self._silent):
             self._chunked = self.head.is_1_1
             if self._chunked:
                 lines.append((b"transfer-encoding", b"chunked"))
@@ -379,14 +370,8 @@ class ClientRequest:
             return False
         if self._silent:
             data = b""
-        elif self._left is not None:
-            self._left -= len(data)
         elif self._chunked:
-            if len(data) > _LARGE_BYTES:
-                connection.transport.write(self._pending + b"%x\r\n" % len(data))
-                connection.transport.write(data)
-                self._pending, data = b"", b"\r\n"
-            elif data:
+            if data:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             if last:
                 data += b"0\r\n\r\n"
@@ -397,11 +382,8 @@ class ClientRequest:
                 connection.transport.write(data)
         if last:
             self.answered = True
-            if self._left and not self._silent:  # not as long as its head says
-                connection.transport.abort()
-            else:
-                self._wake()
-                connection.answered(self)
+            self._wake()
+            connection.answered(self)
         return connection.write_paused
 
     def cut(self, data: bytes) -> None:
@@ -426,7 +408,7 @@ class ClientRequest:
     @property
     def _ends_with_connection(self) -> bool:
         """Whether a client takes the end of the connection for the end of the answer (HTTP/1.0)."""
-        return not self.answered and not self._chunked and self._left is None
+        return not (self.answered or self._chunked or self._has_length)
 
     def _reset_at_end(self) -> None:
         """The connection ends with a reset, which is no end of an answer."""

@@ -157,13 +157,13 @@ class Failure(msgspec.Struct, frozen=True):
     trail: str  # what the router did for it
 
 
-class Point(msgspec.Struct, frozen=True):
+class Point(msgspec.Struct):
     """Five seconds of the curves."""
 
-    requests: int  # that ended
-    failed: int
-    p50: float | None  # milliseconds to the first token
-    p99: float | None
+    requests: int = 0  # that ended
+    failed: int = 0
+    p50: float | None = None  # milliseconds to the first token
+    p99: float | None = None
 
 
 class LiveState:
@@ -195,7 +195,8 @@ class LiveState:
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
         self._failed: deque[Failure] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
-        self._point = _NewPoint(clock())
+        self._point, self._point_begun = Point(), clock()  # the one that is being gathered
+        self._point_times: deque[float] = deque(maxlen=_LATENCIES)
         self._engines: dict[str, EngineNow] | None = None  # at the last look
         self._problems: dict[str, Problem] = {}
         self._snapshot = b""
@@ -247,7 +248,7 @@ class LiveState:
         if first_token_seconds is not None:
             placed.actual_ms = _ms(first_token_seconds)
             self._first_tokens.add(first_token_seconds)
-            self._point.first_tokens.append(first_token_seconds)
+            self._point_times.append(first_token_seconds)
             for url in {decode, prefill} - {None}:
                 if url in self._by_engine:  # else it was removed
                     self._by_engine[url].add(first_token_seconds)
@@ -269,7 +270,7 @@ class LiveState:
     ) -> None:
         """A request ended, whether it was placed or not. `trail`: what was done for it."""
         self._outcomes.add(outcome, 1)
-        self._point.ended += 1
+        self._point.requests += 1
         if outcome in _FAILED:
             self._point.failed += 1
             told = _cut("; ".join(trail))
@@ -309,9 +310,12 @@ class LiveState:
             for url in engines
         }
         self._engines = engines
-        if self._clock() - self._point.begun >= _POINT_SECONDS:
-            self._points.append(self._point.shown())
-            self._point = _NewPoint(self._clock())
+        if self._clock() - self._point_begun >= _POINT_SECONDS:
+            ordered = sorted(self._point_times)
+            self._point.p50, self._point.p99 = (percentile_ms(ordered, p) for p in (50, 99))
+            self._points.append(self._point)
+            self._point, self._point_begun = Point(), self._clock()
+            self._point_times.clear()
         self._update_problems(now, wall)
         if self.watched:
             self.snapshot()
@@ -561,24 +565,6 @@ def percentile_ms(ordered: Sequence[float], share: int) -> float | None:
     if not ordered:
         return None
     return _ms(ordered[math.ceil(len(ordered) * share / 100) - 1])
-
-
-class _NewPoint:
-    """The point of the curves that is being gathered."""
-
-    def __init__(self, begun: float) -> None:
-        self.begun = begun
-        self.ended = self.failed = 0
-        self.first_tokens: deque[float] = deque(maxlen=_LATENCIES)
-
-    def shown(self) -> Point:
-        ordered = sorted(self.first_tokens)
-        return Point(
-            requests=self.ended,
-            failed=self.failed,
-            p50=percentile_ms(ordered, 50),
-            p99=percentile_ms(ordered, 99),
-        )
 
 
 def _options(decision: Decision) -> list[dict[str, object]]:
