@@ -22,8 +22,15 @@ from kvferry.router.api import Limits
 from kvferry.router.app import StatusRoute, connections_of
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.guard import LIVE_STREAM
-from kvferry.router.page.live import CacheNow, EngineNow, LiveState, Placed, RouterNow
-from kvferry.router.page.serve import LivePage, LiveStream
+from kvferry.router.page.live import (
+    CacheNow,
+    EngineNow,
+    LivePage,
+    LiveState,
+    LiveStream,
+    Placed,
+    RouterNow,
+)
 from waiting import wait_until
 
 _LIMITS = Limits()

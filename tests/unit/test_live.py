@@ -20,16 +20,15 @@ import pytest
 from kvferry.router.api import Answer, Limits
 from kvferry.router.choice.model import PARTS, Decision, Option
 from kvferry.router.page import live as live_module
-from kvferry.router.page import serve as page_module
 from kvferry.router.page.live import (
     CacheNow,
     EngineNow,
     LiveState,
+    LiveStream,
     Recent,
     RouterNow,
     SlidingCounts,
 )
-from kvferry.router.page.serve import LiveStream
 from live_fleet import Fleet, Served
 
 P, D, E = "http://p:1", "http://d:2", "http://e:3"
@@ -491,7 +490,7 @@ async def until(condition: Callable[[], object]) -> None:
 def test_all_viewers_get_the_same_states_and_a_slow_one_is_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(page_module, "_VIEWER_SECONDS", 0.3)
+    monkeypatch.setattr(live_module, "_VIEWER_SECONDS", 0.3)
     caplog.set_level("INFO", logger="kvferry.router")
 
     async def run() -> None:

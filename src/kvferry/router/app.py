@@ -47,7 +47,7 @@ from kvferry.router.guard import (
     read_body,
     require_short,
 )
-from kvferry.router.page.serve import LivePage, LiveStream
+from kvferry.router.page.live import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.router.spans import RequestSpans, sending
 from kvferry.units import require_port

@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 # Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
 # request takes it; and that a client may send ahead while the router serves its request.
 _MOST_BYTES = 64 << 10
-CUT_SECONDS = 5.0  # in which a client may read what came before an answer was cut
 _WITHOUT_BODY = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -118,9 +117,6 @@ class ClientConnection(asyncio.Protocol):
             data, self._data = self._data + data, b""
         self._read(data)
 
-    def eof_received(self) -> None:
-        """The transport closes, as for a client that has closed both ways."""
-
     def pause_writing(self) -> None:
         self.write_paused = True
 
@@ -174,7 +170,6 @@ class ClientConnection(asyncio.Protocol):
                     if found is None:
                         self._data = data
                         break
-                    self.server_state.total_requests += 1
                     request = self.request = ClientRequest(self, read_request(found[0]))
                     request.keeps = request.head.keeps and not self._stopping
                     request.arrived(found[1])
@@ -389,33 +384,19 @@ class ClientRequest:
     def cut(self, data: bytes) -> None:
         """End the answer too early, with `data`."""
         self.write(data, last=self._chunked)
-        if self._ends_with_connection and not self.gone:
-            self._reset_at_end()
-            transport = self.connection.transport
-            transport.close()  # when all is written
-            self.connection.loop.call_later(CUT_SECONDS, transport.abort)
-        else:
-            self.abort()
+        self.abort()
 
     def abort(self) -> None:
-        """Close the connection in the middle of the answer, which every client notices. An answer
+        """Close the connection in the middle of the answer, which every client notices: with a
+        reset where the end of the connection would be the end of the answer (HTTP/1.0). An answer
         that is complete is left alone."""
-        if not (self.answered or self.gone):
-            if self._ends_with_connection:
-                self._reset_at_end()
-            self.connection.transport.abort()
-
-    @property
-    def _ends_with_connection(self) -> bool:
-        """Whether a client takes the end of the connection for the end of the answer (HTTP/1.0)."""
-        return not (self.answered or self._chunked or self._has_length)
-
-    def _reset_at_end(self) -> None:
-        """The connection ends with a reset, which is no end of an answer."""
+        if self.answered or self.gone:
+            return
         sock = self.connection.transport.get_extra_info("socket")
-        if sock is not None:  # else TLS has ended already
+        if not (self._chunked or self._has_length) and sock is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.transport.abort()
 
     async def drained(self) -> None:
         """Wait until the client has read most of what was written. Raises ClientGone."""

@@ -10,7 +10,12 @@ The event loop feeds `LiveState` while it serves requests:
 
 Once a second `look` compares the engines with what they were. That gives the list of changes, the
 problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
-second for any number of readers. `page` serves it.
+second for any number of readers. `LivePage` serves it at /live, and within the page at /;
+`LiveStream` as server-sent events, once a second. No viewer has a queue: one that reads slowly
+misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
+
+The page is one file. Its policy allows its own style and script by their hashes, a connection back
+to the router, and nothing else. Texts of clients and engines become text nodes, never HTML.
 
 Everything is bounded: decisions and changes by number, counts by a window of time and a number of
 keys, latencies by both. A client chooses its request id, and an engine what its failure says: both
@@ -20,18 +25,25 @@ are cut here, and shown as text only.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
 import math
+import re
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.choice.model import PARTS, Decision
+from kvferry.router.clients import ClientRequest, not_served
+from kvferry.router.guard import Quota
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +63,11 @@ _LATENCIES_EACH = 256
 _POINT_SECONDS = 5.0  # a point of the curves; 120 of them are ten minutes
 _POINTS = 120
 _FAILED = ("engine_error", "unavailable", "deadline", "broken_stream", "stopped", "internal")
+
+_VIEWER_SECONDS = 10.0
+_RETRY_SECONDS = 10.0  # after a refusal; viewers stay long
+_SOURCE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+_STATE_MARK = "<!--state-->"
 
 K = TypeVar("K")
 Severity = Literal["critical", "warning", "note"]
@@ -596,3 +613,98 @@ def _ms(seconds: float) -> float | None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+
+
+# Serving it
+
+
+class LivePage:
+    """The pages / and /live of one router."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+
+    async def state(self, request: ClientRequest) -> Answer:
+        kind = (b"content-type", b"application/json")
+        return Answer(200, [*_HEADERS, kind], self._live.snapshot())
+
+    async def page(self, request: ClientRequest) -> Answer:
+        html = _SOURCE.replace(_STATE_MARK, _inside_html(self._live.snapshot()))
+        kind = (b"content-type", b"text/html; charset=utf-8")
+        policy = (b"content-security-policy", _POLICY.encode())
+        return Answer(200, [*_HEADERS, kind, policy], html.encode())
+
+
+class LiveStream:
+    """The route /live/stream."""
+
+    def __init__(self, live: LiveState, limits: Limits) -> None:
+        self._live = live
+        self._viewers = Quota(limits.max_viewers, limits.address_share)
+
+    async def serve(self, request: ClientRequest) -> None:
+        if request.head.method != "GET":
+            request.answer(not_served(405, request).answer)
+            return
+        viewers = ("viewers of the page", "too_many_viewers", _RETRY_SECONDS)
+        try:
+            with self._viewers.place(request.address, *viewers):
+                await self._show(request)
+        except ApiError as error:
+            request.answer(error.answer)
+
+    async def _show(self, request: ClientRequest) -> None:
+        """Send each new state, until the viewer is gone, which cancels this."""
+        self._live.watched += 1
+        try:
+            events = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+            request.begin(200, [*_HEADERS, *events])
+            while True:
+                published = self._live.published
+                request.write(b"data: %s\n\n" % self._live.snapshot())
+                async with asyncio.timeout(_VIEWER_SECONDS):
+                    await request.drained()
+                await published.wait()
+        except TimeoutError:
+            seconds = _VIEWER_SECONDS
+            log.info("a viewer of the page at %s took nothing for %g s", request.address, seconds)
+            request.abort()
+        finally:
+            self._live.watched -= 1
+
+
+def _hash_of(tag: str) -> str:
+    """The content-security-policy's name of the page's only style or script."""
+    found = re.search(rf"<{tag}>(.*?)</{tag}>", _SOURCE, re.DOTALL)
+    assert found is not None
+    digest = hashlib.sha256(found[1].encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"style-src {_hash_of('style')}",
+        f"script-src {_hash_of('script')}",
+        "connect-src 'self'",
+        "require-trusted-types-for 'script'",  # the browser refuses any text as HTML
+        "trusted-types 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS: Headers = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+def _inside_html(json: bytes) -> str:
+    """JSON that ends no element; it stays the same JSON, because these stand in strings only."""
+    text = json.decode()
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
