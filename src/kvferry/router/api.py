@@ -117,7 +117,7 @@ class Generation:
             raise ApiError(
                 400, "invalid_json", f"the body must be a JSON object: {error}"
             ) from None
-        self._body = body
+        self.body = body
 
     @property
     def streamed(self) -> bool:
@@ -160,7 +160,7 @@ class Generation:
         A client's own `kv_transfer_params` never reach an engine, because they name hosts to dial.
         """
         if not ticket and PARAMS not in self.fields:
-            return self._body
+            return self.body
         wanted = {k: v for k, v in self.fields.items() if k != PARAMS}
         if ticket:
             wanted[PARAMS] = msgspec.Raw(ticket)

@@ -86,14 +86,14 @@ class RouterApp:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         router = self.router
-        async with (
-            sending() as router.spans,
-            router.sources.running(),
-            router.fleet.running(),
-            router.placing.running(),
-            router.live.looking(),
-        ):
-            yield
+        with sending() as router.spans:
+            async with (
+                router.sources.running(),
+                router.fleet.running(),
+                router.placing.running(),
+                router.live.looking(),
+            ):
+                yield
 
 
 def connections_of(

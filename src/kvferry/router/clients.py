@@ -82,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
         self.request: ClientRequest | None = None  # the one that is read or answered
         self.write_paused = False
         self.drained: Callable[[], None] | None = None  # is called when the client reads again
-        self._stopping = False
+        self.stopping = False
         self._data = b""  # that is not read yet
 
     # By asyncio
@@ -132,7 +132,7 @@ class ClientConnection(asyncio.Protocol):
 
     def drain(self) -> None:
         """The next answer is the last one."""
-        self._stopping = True
+        self.stopping = True
         if self.request is not None:
             self.request.keeps = False
 
@@ -171,7 +171,6 @@ class ClientConnection(asyncio.Protocol):
                         self._data = data
                         break
                     request = self.request = ClientRequest(self, read_request(found[0]))
-                    request.keeps = request.head.keeps and not self._stopping
                     request.arrived(found[1])
                     request.start()
                 elif request is not None and not request.head.body.whole:
@@ -191,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
     def answered(self, request: ClientRequest) -> None:
         """An answer is complete."""
         self.drained = None
-        if not request.keeps or self._stopping:
+        if not request.keeps or self.stopping:
             self.transport.close()
             return
         self.guard.moved(self, Stage.HEAD)  # the wait for the next request's headers begins
@@ -237,20 +236,14 @@ class ClientConnection(asyncio.Protocol):
 class ClientRequest:
     """One request of a client, and its answer."""
 
-    __slots__ = (
-        *("answered", "begun", "connection", "gone", "head", "keeps", "path", "status", "task"),
-        *("_chunked", "_has_length", "_pending", "_silent", "_unread", "_waiter"),
-    )
-
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
         self.connection = connection
         self.head = head
         path = head.target.partition(b"?")[0].decode()
         self.path = unquote(path) if "%" in path else path
-        self.keeps = head.keeps  # the connection lives on after the answer
+        self.keeps = head.keeps and not connection.stopping  # it lives on after the answer
         self.begun = self.answered = False  # the answer has begun, is complete
         self.gone = False  # the client is
-        self.status = 0
         self.task: asyncio.Task[None] | None = None
         self._unread = 0  # bytes of the body that came since `read` was last called
         self._waiter: asyncio.Future[None] | None = None
@@ -335,7 +328,7 @@ class ClientRequest:
 
     def begin(self, status: int, headers: Headers) -> None:
         """The head of the answer. It is sent with the first bytes of the body."""
-        self.begun, self.status = True, status
+        self.begun = True
         lines = [*self.connection.server_state.default_headers, *headers]
         closes = False
         for name, value in headers:

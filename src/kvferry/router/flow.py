@@ -118,7 +118,6 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_NONE: set[UpstreamEngine] = set()
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -177,7 +176,7 @@ class Router:
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
-        await _Trip(self, asked, Generation(body), reply, body).run()
+        await _Trip(self, asked, Generation(body), reply).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
@@ -290,12 +289,7 @@ class _Trip:
     """One request, until it is answered. `wanted` is None if it needs no prefill."""
 
     def __init__(
-        self,
-        router: Router,
-        asked: Incoming,
-        wanted: Generation | None,
-        reply: ClientReply,
-        body: bytes = b"",
+        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
     ) -> None:
         self._router = router
         self._fleet = router.fleet
@@ -303,7 +297,6 @@ class _Trip:
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
-        self._body = body
         self._placement: RequestWay | None = None
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
@@ -323,7 +316,7 @@ class _Trip:
                 begun = time.monotonic()
                 self._asked.part("place")
                 self._placement = await self._router.placing.look(
-                    self._asked.path, self._body, self._asked.headers, self._wanted
+                    self._asked.path, self._asked.headers, self._wanted
                 )
                 self._own_seconds = time.monotonic() - begun
             await self._run()
@@ -432,8 +425,6 @@ class _Trip:
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
-        if not self._tried_decode:
-            return _NONE
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
     async def _turn(self) -> bool:
@@ -550,11 +541,7 @@ class _Trip:
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
         if wanted is not None and asked.placed is None:  # without a choice by cost
-            why = "the fewest requests in flight; --place load weighs nothing else"
-            if self._prefilled_by is not None:
-                why += ", and hands every prompt over"
-            else:
-                why = next((said for said in asked.trail if said.startswith("decode-only")), why)
+            why = next((said for said in asked.trail if said.startswith("decode-only")), "by load")
             option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
             self._show(Decision(option, (), why))
         asked.part("decode", engine.url)

@@ -130,11 +130,6 @@ def status_line(status: int) -> bytes:
 class Body:
     """The body of one message, as it comes."""
 
-    __slots__ = (
-        *("chunked", "parts", "rest", "whole"),
-        *("_behind_chunk", "_behind_last", "_left", "_line", "_small_left", "_trailers"),
-    )
-
     def __init__(self, chunked: bool, length: float, most_small_chunks: float = math.inf) -> None:
         """`length` of a body without chunks; infinite: it ends with the connection."""
         self.chunked = chunked

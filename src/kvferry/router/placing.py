@@ -123,9 +123,7 @@ class Placer:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.prompts.close()
 
-    async def look(
-        self, path: str, body: bytes, headers: Headers, wanted: Generation
-    ) -> RequestWay:
+    async def look(self, path: str, headers: Headers, wanted: Generation) -> RequestWay:
         """One request's placement, with its tokens if these are to be had."""
         chain: PromptChain | None = None
         if self.by_cost and (asked := self._any_engine()) is not None:
@@ -133,8 +131,8 @@ class Placer:
             if isinstance(found, AskedPrompt):
                 found = await self.prompts.chain(asked.url, found, headers)
             chain = found
-        most = wanted.max_tokens()
-        return RequestWay(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
+        output_tokens = self.meters.output_tokens(wanted.max_tokens())
+        return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
     def views(self) -> list[EngineView]:
         """All engines, as the choice sees them now."""

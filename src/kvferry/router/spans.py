@@ -23,13 +23,12 @@ No request waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import install_command
@@ -45,7 +44,6 @@ _CONTEXT = (b"traceparent", b"tracestate")
 _ASKS_AN_ENGINE = ("prefill", "decode")
 _WELL = ("ok", "client_error", "unauthorized", "busy", "client_gone")  # `flow.OUTCOMES`
 _CLOSE_SECONDS = 3.0  # for the last spans to reach the collector when the router stops
-_POLL_SECONDS = 0.02
 
 
 class RouterSpans:
@@ -77,14 +75,11 @@ class RouterSpans:
         log.info("traces go to the collector that %s names", named)  # it may hold a password
         return made
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Send what is left. A collector that does not answer is given up."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
-        for _ in range(round(_CLOSE_SECONDS / _POLL_SECONDS)):
-            if not thread.is_alive():
-                return
-            await asyncio.sleep(_POLL_SECONDS)
+        thread.join(_CLOSE_SECONDS)
 
 
 class RequestSpans:
@@ -147,15 +142,15 @@ class RequestSpans:
         self._span.end()
 
 
-@asynccontextmanager
-async def sending() -> AsyncIterator[RouterSpans | None]:
+@contextmanager
+def sending() -> Iterator[RouterSpans | None]:
     """The spans of a router, until it stops."""
     spans = RouterSpans.from_environment()
     try:
         yield spans
     finally:
         if spans is not None:
-            await spans.close()
+            spans.close()
 
 
 def _figures(placed: Placed | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -146,11 +146,6 @@ class Placed:
         }
 
 
-class Flow(NamedTuple):
-    source: str  # an engine's URL, CLIENTS or POOL
-    target: str
-
-
 class Problem(msgspec.Struct, frozen=True):
     severity: Severity
     where: str  # an engine's URL, or empty: the router
@@ -198,8 +193,9 @@ class LiveState:
         self._begun = wall()
         self._number = 0
         self._decisions: deque[Placed] = deque(maxlen=_DECISIONS)
-        self._flow_requests = SlidingCounts[Flow](_FLOW_SECONDS, clock)
-        self._flow_tokens = SlidingCounts[Flow](_FLOW_SECONDS, clock)
+        # By source (an engine's URL, CLIENTS or POOL) and target.
+        self._flow_requests = SlidingCounts[tuple[str, str]](_FLOW_SECONDS, clock)
+        self._flow_tokens = SlidingCounts[tuple[str, str]](_FLOW_SECONDS, clock)
         self._outcomes = SlidingCounts[str](_FLOW_SECONDS, clock)
         self._hits = SlidingCounts[str](_HIT_SECONDS, clock)
         self._engine_tokens = SlidingCounts[str](_HIT_SECONDS, clock)  # computed, or cached there
@@ -359,8 +355,8 @@ class LiveState:
         return "degraded" if "warning" in severities else "ok"
 
     def _flow(self, source: str, target: str, tokens: int) -> None:
-        self._flow_requests.add(Flow(source, target), 1)
-        self._flow_tokens.add(Flow(source, target), tokens)
+        self._flow_requests.add((source, target), 1)
+        self._flow_tokens.add((source, target), tokens)
 
     async def _keep_looking(self) -> None:
         while True:
@@ -395,8 +391,8 @@ class LiveState:
             "engines": [self._engine(engine) for engine in now.engines],
             "flows": [
                 {
-                    "from": flow.source,
-                    "to": flow.target,
+                    "from": flow[0],
+                    "to": flow[1],
                     "requests_per_minute": requests[flow] * per_minute,
                     "tokens_per_minute": tokens[flow] * per_minute,
                 }
