@@ -244,16 +244,8 @@ class ApiRoute:
                 router.latency["request_seconds"].observe(ended - begun)
                 if method == "POST":
                     router.latency["first_byte_seconds"].observe(reply.began - begun)
-            log.info(
-                "%s %s %s: %s %d, %.3f s [%s]",
-                request_id,
-                method,
-                asked.path,
-                outcome,
-                reply.status,
-                ended - begun,
-                "; ".join(asked.trail),
-            )
+            done = f"{outcome} {reply.status}, {ended - begun:.3f} s [{'; '.join(asked.trail)}]"
+            log.info("%s %s %s: %s", request_id, method, asked.path, done)
             if asked.spans is not None:
                 asked.spans.ended(outcome, reply.status, asked.placed)
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
-from uvicorn import Config
 from uvicorn.server import ServerState
 
 from kvferry.router.api import Answer, ApiError, Headers, Limits
@@ -68,14 +67,8 @@ class ClientConnection(asyncio.Protocol):
     stage: Stage | None = None  # None: not admitted, or lost
     since = 0.0  # when the client last did what its stage asks for, in the loop's time
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self.loop = _loop or asyncio.get_running_loop()
+    def __init__(self, server_state: ServerState, **_of_uvicorn: Any) -> None:
+        self.loop = asyncio.get_running_loop()
         self.server_state = server_state
         self.address = ""
         self.secure = False

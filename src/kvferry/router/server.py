@@ -256,8 +256,8 @@ class TlsConnection(ClientConnection):
     context: ssl.SSLContext
     handshake_seconds: float
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._handshake: asyncio.Task[None] | None = None
         self._early: list[bytes] = []
 

@@ -41,7 +41,6 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 # Headers of W3C's trace context, which each hop writes anew.
 _CONTEXT = (b"traceparent", b"tracestate")
-_ASKS_AN_ENGINE = ("prefill", "decode")
 _WELL = ("ok", "client_error", "unauthorized", "busy", "client_gone")  # `flow.OUTCOMES`
 _CLOSE_SECONDS = 3.0  # for the last spans to reach the collector when the router stops
 
@@ -113,7 +112,7 @@ class RequestSpans:
         self._part = self._router.tracer.start_span(
             name,
             context=set_span_in_context(self._span),
-            kind=SpanKind.CLIENT if name in _ASKS_AN_ENGINE else SpanKind.INTERNAL,
+            kind=SpanKind.CLIENT if engine else SpanKind.INTERNAL,
             attributes={"server.address": engine} if engine else None,
         )
 
