@@ -303,11 +303,11 @@ class ApiRoute:
 
     async def _serve(self, asked: Incoming, request: ClientRequest, reply: ClientReply) -> None:
         router, headers = self._router, request.head.headers
+        require_short(headers)
         body = request.whole_body(router.limits.max_body_bytes)
         if body is None:
             body = await read_body(headers, request.read, asked.held, router.limits)
         else:
-            require_short(headers)
             asked.held.add(len(body))
         in_flight = ("requests in flight", "too_many_requests", RETRY_SECONDS)
         with router.places.place(request.address, *in_flight):

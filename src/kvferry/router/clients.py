@@ -71,7 +71,6 @@ class ClientConnection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.server_state = server_state
         self.address = ""
-        self.secure = False
         self.request: ClientRequest | None = None  # the one that is read or answered
         self.write_paused = False
         self.drained: Callable[[], None] | None = None  # is called when the client reads again
@@ -94,7 +93,6 @@ class ClientConnection(asyncio.Protocol):
     def opened(self) -> None:
         """The connection is admitted, and HTTP begins."""
         self.server_state.connections.add(self)  # type: ignore[arg-type]
-        self.secure = self.transport.get_extra_info("sslcontext") is not None
         if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
             self.transport.max_size = _MOST_BYTES
 
@@ -231,6 +229,7 @@ class ClientRequest:
 
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
         self.connection = connection
+        self.address = connection.address
         self.head = head
         path = head.target.partition(b"?")[0].decode()
         self.path = unquote(path) if "%" in path else path
@@ -243,10 +242,6 @@ class ClientRequest:
         self._pending = b""  # the answer's head, which goes out with its first bytes
         self._chunked = self._has_length = False  # how the client sees where the answer ends
         self._silent = False  # the answer has a head only
-
-    @property
-    def address(self) -> str:
-        return self.connection.address
 
     # By the connection
 

@@ -152,7 +152,6 @@ async def read_body(
     The server reads on and discards the rest of a refused body, so that the client gets to read
     the reason. The guard closes the connection after `header_seconds`.
     """
-    require_short(headers)
     message = f"the body may have {limits.max_body_bytes} bytes at most"
     too_large = ApiError(413, "body_too_large", message)
     for name, value in headers:

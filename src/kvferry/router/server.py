@@ -259,7 +259,7 @@ class TlsConnection(ClientConnection):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._handshake: asyncio.Task[None] | None = None
-        self._early: list[bytes] = []
+        self._early: list[bytes] | None = []  # came with the end of the handshake; None: it is over
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.admit(transport)
@@ -269,9 +269,9 @@ class TlsConnection(ClientConnection):
         self._handshake = self.loop.create_task(self._shake_hands(self.transport))
 
     def data_received(self, data: bytes) -> None:
-        if self.secure:
+        if self._early is None:
             super().data_received(data)
-        else:  # came with the end of the handshake
+        else:
             self._early.append(data)
 
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
@@ -291,6 +291,6 @@ class TlsConnection(ClientConnection):
             return
         self.transport = made
         self.opened()
-        for data in self._early:
+        early, self._early = self._early or [], None
+        for data in early:
             self.data_received(data)
-        self._early.clear()

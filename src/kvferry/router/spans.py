@@ -4,18 +4,10 @@
 Off, unless a standard variable names a collector (`ENDPOINTS`). Off, nothing of OpenTelemetry is
 imported, a request carries None, and a client's `traceparent` reaches the engines as it came.
 
-On, every request of the API is one span. Its parts are children, one after the other:
-
-    POST /v1/completions   until the last byte of the answer; it has the decision's figures
-      place                the prompt's tokens, and which engines hold them
-      wait                 for a decode engine with room, where none has any
-      prefill              at a prefill engine
-      decode               at a decode engine, until the first bytes of a stream
-      stream               until the stream's end
-
-The request's parent is the client's span. An engine gets the `traceparent` of the part in which it
-is asked, so that its own spans lie below that part. If an engine fails, its part ends with an
-error, and the next try is another part.
+On, every request of the API is one span, and its parts are children, one after the other
+(docs/operating.md, "Traces"). The request's parent is the client's span. An engine gets the
+`traceparent` of the part in which it is asked, so that its own spans lie below that part. If an
+engine fails, its part ends with an error, and the next try is another part.
 
 A thread of the SDK sends spans in batches. While the collector is slow or away, spans are dropped.
 No request waits for it.
