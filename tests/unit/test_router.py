@@ -347,7 +347,8 @@ def test_streams_pass_event_by_event() -> None:
     assert passed(b"a\n", b"\nb", b"\r\n\r\nc\n\nd") == [b"a\n\n", b"b\r\n\r\nc\n\n", b"d"]
     assert passed(b"a", b"b", headers=gzip) == [b"a", b"b"]
     assert passed(large, b"y\n\n") == [large, b"y\n\n"]
-    event = b'data: {"error":{"message":"why","type":"server_error","param":null,"code":"code"}}\n\n'
+    event = b'data: {"error":{"message":"why","type":"server_error","param":null,'
+    event += b'"code":"code"}}\n\n'
     assert passed(b"a\n\nb", b"c", cut=True) == [b"a\n\n", event]
     assert passed(b"a", cut=True) == [event]
     assert passed(b"a\n\n", headers=gzip, cut=True) == [b"a\n\n"]  # the connection breaks
