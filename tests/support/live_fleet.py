@@ -12,21 +12,25 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from kvferry.router.api import Limits
+from kvferry.router.app import StatusRoute, connections_of
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.guard import LIVE_STREAM
-from kvferry.router.page.live import CacheNow, EngineNow, LiveState, Placed, RouterNow
-from kvferry.router.page.serve import LivePage, LiveStream
+from kvferry.router.page.live import (
+    CacheNow,
+    EngineNow,
+    LivePage,
+    LiveState,
+    LiveStream,
+    Placed,
+    RouterNow,
+)
 from waiting import wait_until
 
 _LIMITS = Limits()
@@ -42,9 +46,6 @@ class Fleet:
         self.stands_still = stands_still
         self.ahead = 0.0
         self.random = random.Random(seed)
-        self.requests: Counter[str] = Counter()
-        self.retries: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
         self.waiting = 0
         self.open: list[tuple[float, Placed, Option]] = []
         self.down_at: dict[str, float] = {}
@@ -71,9 +72,6 @@ class Fleet:
             in_flight=len(self.open),
             most_in_flight=1024,
             waiting=self.waiting,
-            requests=self.requests,
-            retries=self.retries,
-            fallbacks=self.fallbacks,
         )
 
     def pass_time(self, seconds: float) -> None:
@@ -92,7 +90,6 @@ class Fleet:
             self.end("ok", placed)
 
     def end(self, outcome: str, placed: Placed | None = None, *trail: str) -> None:
-        self.requests[outcome] += 1
         request_id = placed.request_id if placed else f"chatcmpl-{self.random.randbytes(8).hex()}"
         self.live.ended(outcome, placed, request_id, trail)
 
@@ -116,7 +113,6 @@ class Fleet:
             why = "prefill elsewhere is cheaper than queueing behind the decodes here"
         elif not chosen.cached_tokens:
             why = "short prompt: a hand-over would cost more than computing it here"
-            self.fallbacks["short"] += 1
         decision = Decision(chosen, tuple(options), f"{why}; next best +{self._behind(options)} ms")
         own = self.random.lognormvariate(-7, 0.5)
         placed = self.live.decided(request_id, tokens, decision, own)
@@ -184,33 +180,39 @@ def an_incident(fleet: Fleet) -> None:
     fleet.pass_time(100)
 
 
-def make_app(
-    fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
-) -> Starlette:
-    """`traffic` is called once a second."""
+class PageApp:
+    """The page of a fleet. `traffic` is called once a second."""
 
-    async def go_on() -> None:
-        while traffic is not None:
-            await asyncio.sleep(1)
-            traffic()
+    def __init__(
+        self, fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
+    ) -> None:
+        self._live, self._traffic, self._limits = fleet.live, traffic, limits
+        page = LivePage(fleet.live)
+        self._routes = {
+            "/": StatusRoute(page.page),
+            "/live": StatusRoute(page.state),
+            LIVE_STREAM: LiveStream(fleet.live, limits),
+        }
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(go_on())
-        async with fleet.live.looking():
-            yield
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        task = asyncio.create_task(self._go_on())
+        async with self._live.looking():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
         task.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
 
-    page = LivePage(fleet.live)
-    stream = LiveStream(fleet.live, limits)
-    return Starlette(
-        routes=[
-            Route("/", page.page),
-            Route("/live", page.state),
-            Route(LIVE_STREAM, stream, methods=["GET"]),
-        ],
-        lifespan=lifespan,
-    )
+    def settings(self, **more: Any) -> uvicorn.Config:
+        connections = connections_of(self._routes, self._limits)
+        return uvicorn.Config(
+            self, http=connections, loop="asyncio", lifespan="on", ws="none", **more
+        )
+
+    async def _go_on(self) -> None:
+        while self._traffic is not None:
+            await asyncio.sleep(1)
+            self._traffic()
 
 
 class Served:
@@ -218,7 +220,7 @@ class Served:
 
     def __init__(self, fleet: Fleet, traffic: bool = True, limits: Limits = _LIMITS) -> None:
         self.fleet = fleet
-        self._app = make_app(fleet, fleet.one_second if traffic else None, limits)
+        self._app = PageApp(fleet, fleet.one_second if traffic else None, limits)
         self._port = 0
         self.start()
 
@@ -229,8 +231,9 @@ class Served:
     def start(self) -> None:
         sock = socket.create_server(("127.0.0.1", self._port))
         self._port = sock.getsockname()[1]
-        config = uvicorn.Config(self._app, log_config=None, ws="none", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(
+            self._app.settings(log_config=None, timeout_graceful_shutdown=1)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
         async def serve() -> None:
@@ -259,5 +262,5 @@ class Served:
 if __name__ == "__main__":
     fleet = Fleet()
     an_incident(fleet)
-    app = make_app(fleet, fleet.one_second)
-    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+    app = PageApp(fleet, fleet.one_second)
+    uvicorn.Server(app.settings(port=int(sys.argv[1]), log_level="warning")).run()

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from kvferry.router.api import EngineSpec, Limits, RouterConfig
-from kvferry.router.app import connections_of, make_app
+from kvferry.router.app import RouterApp, connections_of
 from kvferry.router.fleet.engines import Fleet
 from kvferry.router.placing import Placer
 from waiting import wait_until
@@ -176,7 +176,7 @@ class Server:
     @property
     def placing(self) -> Placer:
         """Of a router, to look at."""
-        return self.app.state.router.placing
+        return self.app.router.placing
 
     def start(self) -> None:
         sock = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio sets no TCP_NODELAY
@@ -188,7 +188,7 @@ class Server:
             log_config=None,
             ws="none",
             loop="asyncio",  # as `serve` has it, whatever is installed
-            http="auto" if self.limits is None else connections_of(self.app, self.limits),
+            http="auto" if self.limits is None else connections_of(self.app.routes, self.limits),
             lifespan="off" if self.limits is None else "on",
             server_header=False,
             timeout_graceful_shutdown=2,
@@ -262,7 +262,7 @@ def cluster(
             limits,
             **config,
         )
-        router = Server(make_app(given), limits)
+        router = Server(RouterApp(given), limits)
         stack.callback(router.join)
         for server in servers.values():
             stack.callback(server.tell_to_stop)

@@ -135,8 +135,8 @@ def test_ports_that_do_not_exist(port: int) -> None:
 def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = pytest.importorskip("kvferry.router.app")
     configs = []
-    made = SimpleNamespace(state=SimpleNamespace(api={}))
-    monkeypatch.setattr(serve, "make_app", lambda config: configs.append(config) or made)
+    made = SimpleNamespace(routes={})
+    monkeypatch.setattr(serve, "RouterApp", lambda config: configs.append(config) or made)
     monkeypatch.setattr(serve.uvicorn.Server, "run", lambda self: None)
     # it would send the log of this process, for good, to what the runner captures
     monkeypatch.setattr(serve.uvicorn.Config, "configure_logging", lambda self: None)

@@ -28,7 +28,7 @@ from kvferry.router.api import (
 )
 from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
-from kvferry.router.guard import MemoryLimit, RequestMemory, address_of
+from kvferry.router.guard import Quota, RequestMemory, address_of
 from kvferry.router.placing import RequestWay
 from router_cluster import (
     CHUNKS,
@@ -347,8 +347,8 @@ def test_streams_pass_event_by_event() -> None:
     assert passed(b"a\n", b"\nb", b"\r\n\r\nc\n\nd") == [b"a\n\n", b"b\r\n\r\nc\n\n", b"d"]
     assert passed(b"a", b"b", headers=gzip) == [b"a", b"b"]
     assert passed(large, b"y\n\n") == [large, b"y\n\n"]
-    event = b'data: {"error": {"message": "why", "type": "server_error", "param": null, '
-    event += b'"code": "code"}}\n\n'
+    event = b'data: {"error":{"message":"why","type":"server_error","param":null,'
+    event += b'"code":"code"}}\n\n'
     assert passed(b"a\n\nb", b"c", cut=True) == [b"a\n\n", event]
     assert passed(b"a", cut=True) == [event]
     assert passed(b"a\n\n", headers=gzip, cut=True) == [b"a\n\n"]  # the connection breaks
@@ -491,46 +491,24 @@ def test_a_place_in_flight_is_for_requests_that_have_come_and_by_address() -> No
             assert b"".join(chunks) == b"".join(CHUNKS[1:])
 
 
-def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
+def test_memory_is_shared_by_address() -> None:
     free, mib = 64 << 10, 1 << 20
-    most = {"max_body_bytes": mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
-
-    async def run() -> None:
-        memory = MemoryLimit(quick(**most))
-        a, b, c = (RequestMemory(memory, address) for address in "abc")
-        a.add(free)
-        assert memory.taken == 0  # usual prompts always get in
-        a.add(2 * mib)
-        assert memory.taken == 4 * mib  # as it came, and as it goes
-        with pytest.raises(ApiError) as refused:
-            a.add(1)
-        assert (
-            refused.value.answer.status == 429 and b'"too_many_bytes"' in refused.value.answer.body
-        )
-        b.add(free + 2 * mib)
-        async with asyncio.timeout(None) as deadline:
-            with b.upload(deadline), pytest.raises(ApiError) as refused:
-                c.add(free + 1)  # b's upload has just begun
-        assert refused.value.answer.status == 503 and b'"router_full"' in refused.value.answer.body
-        for held in (a, b, c):
-            held.close()
-        assert memory.taken == 0
-
-        memory = MemoryLimit(quick(**most, progress_seconds=1e-9))
-        a, b, c = (RequestMemory(memory, address) for address in "abc")
-        await asyncio.sleep(0.001)
-        async with asyncio.timeout(None) as for_a, asyncio.timeout(None) as for_b:
-            with a.upload(for_a), b.upload(for_b):
-                a.add(free + 2 * mib)
-                b.add(free + 2 * mib)
-                c.add(free + mib)
-                assert for_a.when() is not None and for_b.when() is None  # a's wait is over
-                with pytest.raises(ApiError, match="try again soon"):
-                    a.add(1)
-                for_a.reschedule(None)
-        assert memory.taken == 4 * mib + 2 * mib
-
-    asyncio.run(run())
+    memory = Quota(8 * mib, 0.5)
+    a, b, c = (RequestMemory(memory, address) for address in "abc")
+    a.add(free)
+    assert memory.taken == 0  # usual prompts always get in
+    a.add(2 * mib)
+    assert memory.taken == 4 * mib  # as it came, and as it goes
+    with pytest.raises(ApiError) as refused:
+        a.add(1)
+    assert refused.value.answer.status == 429 and b'"too_many_bytes"' in refused.value.answer.body
+    b.add(free + 2 * mib)
+    with pytest.raises(ApiError) as refused:
+        c.add(free + 1)
+    assert refused.value.answer.status == 503 and b'"router_full"' in refused.value.answer.body
+    for held in (a, b, c):
+        held.close()
+    assert memory.taken == 0
     for client, key in (
         (("10.0.0.1", 1), "10.0.0.1"),
         (("::ffff:10.0.0.1", 1), "10.0.0.1"),

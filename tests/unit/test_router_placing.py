@@ -167,7 +167,7 @@ def test_a_removed_engine_leaves_nothing_behind():
         c.complete(prompt=ids(1, 800))
         placing = c.router.placing
         url = next(c.servers[d.name].url for d in c.decode if asked(d))
-        fleet = c.router.app.state.router.fleet
+        fleet = c.router.app.router.fleet
         assert url in placing.index.stats()
         placing._fleet.remove(fleet.get(url))
         assert url not in placing.index.stats()
@@ -178,7 +178,7 @@ def test_an_engine_that_is_removed_while_it_answers_leaves_nothing_behind():
     with routed(0, 1) as c:
         c.complete(prompt=ids(1, 320))
         engine, url = c.decode[0], c.servers["d0"].url
-        fleet, index = c.router.app.state.router.fleet, c.router.placing.index
+        fleet, index = c.router.app.router.fleet, c.router.placing.index
         engine.cached = 0
         said = engine.usage()
 
@@ -223,7 +223,7 @@ def test_late_metrics_of_a_removed_engine_leave_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(FakeEngine, "metrics", property(metrics, lambda engine, _: None))
     with routed(0, 1) as c:
-        fleet, url = c.router.app.state.router.fleet, c.servers["d0"].url
+        fleet, url = c.router.app.router.fleet, c.servers["d0"].url
         wait_until(lambda: heard)
         leave.append(lambda: (fleet.remove(fleet.get(url)), heard.clear()))
         wait_until(lambda: not leave and heard)

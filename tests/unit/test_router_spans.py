@@ -26,12 +26,12 @@ ERROR = 2  # a status, in the protocol
 STARTED = """
 import asyncio, sys
 from kvferry.router.api import RouterConfig
-from kvferry.router.app import make_app
+from kvferry.router.app import RouterApp
 
 async def start():
-    app = make_app(RouterConfig((), ("http://127.0.0.1:1",)))
-    async with app.router.lifespan_context(app):
-        assert app.state.router.spans is None
+    app = RouterApp(RouterConfig((), ("http://127.0.0.1:1",)))
+    async with app.running():
+        assert app.router.spans is None
 
 asyncio.run(start())
 sys.exit(any(name.startswith("opentelemetry") for name in sys.modules))

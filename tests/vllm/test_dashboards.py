@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -32,7 +31,7 @@ def exposed() -> dict[str, set[str]]:
     found |= {f"kvferry_{name}": set() for name in LEVELS}
     found = {f"vllm:{name}": labels | {"model_name"} for name, labels in found.items()}
     config = RouterConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
-    text = bytes(asyncio.run(Status(Router(config)).metrics(None)).body).decode()  # type: ignore[arg-type]
+    text = Status(Router(config)).metrics_text()
     for name, labels in re.findall(r"^(kvferry_\w+)(?:{(.*)})? ", text, re.M):
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     return {name: labels | {"instance"} for name, labels in found.items()}

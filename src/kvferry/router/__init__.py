@@ -2,10 +2,8 @@
 """An OpenAI-compatible router in front of prefill and decode engines.
 
 Reading order: `flow` (the life of a request), `app` (routes, status and metrics), `clients` (their
-connections, requests and answers), `http1` (messages as bytes, for clients and engines),
-`engines` (the fleet: roles, health, choice), `connections` (HTTP to engines), `turns` (the line for
-busy engines, the budget of retries), `guard` (quotas, bodies, overdue connections), `api` (what
-changes in a request; configuration). Around them: `sources` (fleet files, DNS), `admin` and `keys`
-(who may change the fleet, who may ask), `server` (sockets, TLS, restarts), `live` and `page` (what
-people see of it).
+connections, requests and answers), `http1` (messages as bytes, for clients and engines), `placing`
+(where a request goes), `guard` (quotas, bodies, overdue connections), `api` (what changes in a
+request; configuration), `server` (sockets, TLS, restarts), `admin` and `keys` (who may change the
+fleet, who may ask), `spans` (traces).
 """

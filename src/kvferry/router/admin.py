@@ -19,24 +19,30 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from urllib.parse import parse_qs
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import COMMAND_LINE, ROLES, ApiError, EngineSpec, base_url
+from kvferry.router.api import (
+    COMMAND_LINE,
+    ROLES,
+    Answer,
+    ApiError,
+    EngineSpec,
+    base_url,
+    json_answer,
+)
+from kvferry.router.clients import ClientRequest
 from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.fleet.sources import SPEC_FIELDS, read_spec
 from kvferry.router.flow import Router
-from kvferry.router.guard import ClientGone, RequestMemory, address_of, read_body
+from kvferry.router.guard import RequestMemory, read_body
 from kvferry.router.keys import Secrets
 
 log = logging.getLogger(__name__)
 PATH = "/admin/engines"
-METHODS = ["GET", "POST", "PATCH", "DELETE"]
+METHODS = ("GET", "POST", "PATCH", "DELETE")
 SOURCE = "the admin API"
 _MAX_BODY_BYTES = 64 << 10
 
@@ -50,45 +56,38 @@ class Admin:
         self._token = Secrets("admin token", token)
         self._limits = replace(router.limits, max_body_bytes=_MAX_BODY_BYTES)
 
-    async def engines(self, request: Request) -> Response:
-        headers = list(request.scope["headers"])
-        address = address_of(request.scope.get("client"))
-        held = RequestMemory(self._router.memory, address)
+    async def engines(self, request: ClientRequest) -> Answer:
+        headers, method = request.head.headers, request.head.method
+        held = RequestMemory(self._router.memory, request.address)
         try:
-            try:
-                self._token.require(headers)
-                body = await read_body(headers, request.receive, held, self._limits)
-                answer = self._answer(request.method, request.query_params, body)
-            except DescriptionError as error:
-                raise ApiError(400, "invalid_engine", str(error)) from None
-        except ApiError as error:
-            refusal = error.answer
-            log.warning("admin API: %s from %s: %d", request.method, address, refusal.status)
-            return Response(
-                refusal.body, refusal.status, {k.decode(): v.decode() for k, v in refusal.headers}
-            )
-        except ClientGone:
-            return Response(status_code=400)
+            self._token.require(headers)
+            body = await read_body(headers, request.read, held, self._limits)
+            answer = self._answer(method, request.head.target, body)
+        except (ApiError, DescriptionError) as error:
+            if not isinstance(error, ApiError):
+                error = ApiError(400, "invalid_engine", str(error))
+            log.warning("admin API: %s from %s: %d", method, request.address, error.answer.status)
+            raise error from None
         finally:
             held.close()
-        if request.method != "GET":
-            log.info("admin API: %s from %s: done", request.method, address)
+        if method != "GET":
+            log.info("admin API: %s from %s: done", method, request.address)
         return answer
 
-    def _answer(self, method: str, query: Mapping[str, str], body: bytes) -> Response:
+    def _answer(self, method: str, target: bytes, body: bytes) -> Answer:
         if method == "GET":
-            return JSONResponse({"engines": [described(e) for e in self._fleet.engines]})
+            return json_answer({"engines": [described(e) for e in self._fleet.engines]})
         if method == "POST":
             return self._add(read_spec(_object(body), SOURCE))
-        engine = self._named(query)
+        engine = self._named(target)
         if method == "PATCH":
             self._change(engine, _object(body))
         else:
             _require_ours(engine)
             self._fleet.remove(engine)
-        return JSONResponse(described(engine))
+        return json_answer(described(engine))
 
-    def _add(self, spec: EngineSpec) -> Response:
+    def _add(self, spec: EngineSpec) -> Answer:
         if spec.is_name:
             raise DescriptionError("a name is for the command line or a fleet file; add addresses")
         there = self._fleet.get(spec.url)
@@ -96,10 +95,11 @@ class Admin:
             raise ApiError(409, "engine_exists", f"{spec.url} is in the fleet, as {there.role}")
         if there is not None and there.draining == "stay" and not _ours(there):
             spec = there.spec  # taken back as its source names it
-        return JSONResponse(described(self._fleet.add(spec)), status_code=201)
+        return json_answer(described(self._fleet.add(spec)), 201)
 
-    def _named(self, query: Mapping[str, str]) -> UpstreamEngine:
-        url = base_url(query.get("url", ""))
+    def _named(self, target: bytes) -> UpstreamEngine:
+        query = parse_qs(target.partition(b"?")[2].decode())
+        url = base_url(query.get("url", [""])[-1])
         engine = self._fleet.get(url)
         if engine is None:
             raise ApiError(404, "no_such_engine", f"{url} is not in the fleet")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a server and an ASGI application: routes, disconnects and status pages.
+"""The router as a server: its routes, how requests end, and status pages.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
-one line of the log. `Status` serves /health and /metrics; `page` serves a page for people.
+one line of the log. `StatusRoute` serves what the router knows by itself: /health and /metrics
+(`Status`), the page for people (`page`), the admin API (`admin`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import logging
 import math
@@ -20,101 +20,91 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import disable_created_metrics, generate_latest
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from uvicorn.config import LOGGING_CONFIG
 
 from kvferry.net.names import is_loopback
 from kvferry.router.admin import METHODS as ADMIN_METHODS
 from kvferry.router.admin import PATH as ADMIN_PATH
 from kvferry.router.admin import Admin
 from kvferry.router.api import (
+    Answer,
     ApiError,
     Limits,
     RouterConfig,
     client_seconds,
     end_to_end,
+    json_answer,
     request_id_of,
 )
-from kvferry.router.clients import ClientConnection, ClientRequest
+from kvferry.router.clients import ClientConnection, ClientRequest, Route, not_served
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
     LIVE_STREAM,
+    RETRY_SECONDS,
     ClientGone,
     Guard,
     RequestMemory,
     read_body,
     require_short,
 )
-from kvferry.router.page.serve import LivePage, LiveStream
+from kvferry.router.page.live import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
-from kvferry.router.spans import sending
+from kvferry.router.spans import RequestSpans, sending
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
-def make_app(config: RouterConfig) -> Starlette:
-    """The router as an ASGI application. It can start only once, because it owns connections."""
-    router = Router(config)
-    status, page = Status(router), LivePage(router.live)
+class RouterApp:
+    """One router, as uvicorn runs it. It can start only once, because it owns connections."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.router = router = Router(config)
+        status, page = Status(router), LivePage(router.live)
+        self.routes: dict[str, Route] = {
+            **dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate)),
+            "/v1/models": ApiRoute(router, ("GET", "HEAD"), router.pass_on),
+            "/health": StatusRoute(status.health),
+            "/metrics": StatusRoute(status.metrics),
+            "/": StatusRoute(page.page),
+            "/live": StatusRoute(page.state),
+            LIVE_STREAM: LiveStream(router.live, config.limits),
+        }
+        if config.token is not None:
+            admin = Admin(router, config.token)
+            self.routes[ADMIN_PATH] = StatusRoute(admin.engines, ADMIN_METHODS)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Start and stop, as ASGI has it. Requests do not come here: see `ClientConnection`."""
+        await receive()
+        async with self.running():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with (
-            sending() as router.spans,
-            router.sources.running(),
-            router.fleet.running(),
-            router.placing.running(),
-            router.live.looking(),
-        ):
-            yield
-
-    admin = []
-    if config.token is not None:
-        admin.append(Route(ADMIN_PATH, Admin(router, config.token).engines, methods=ADMIN_METHODS))
-    app = Starlette(
-        routes=[
-            *admin,
-            Route("/health", status.health),
-            Route("/metrics", status.metrics),
-            Route("/live", page.state),
-            Route(LIVE_STREAM, LiveStream(router.live, config.limits), methods=["GET"]),
-            Route("/", page.page),
-        ],
-        exception_handlers={HTTPException: _no_such_route},
-        lifespan=lifespan,
-    )
-    app.state.router = router
-    # Served without ASGI, by `ClientConnection`.
-    app.state.api = dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate))
-    app.state.api["/v1/models"] = ApiRoute(router, ("GET", "HEAD"), router.pass_on)
-    app.router.redirect_slashes = False  # a redirect would point to any host that a client names
-    return app
+    async def running(self) -> AsyncIterator[None]:
+        router = self.router
+        with sending() as router.spans:
+            async with (
+                router.sources.running(),
+                router.fleet.running(),
+                router.placing.running(),
+                router.live.looking(),
+            ):
+                yield
 
 
 def connections_of(
-    app: Starlette, limits: Limits, tls: ssl.SSLContext | None = None
+    routes: Mapping[str, Route], limits: Limits, tls: ssl.SSLContext | None = None
 ) -> type[ClientConnection]:
     """The class of a server's connections, with one guard for all of them."""
-
-    class Plain(ClientConnection):
-        guard = Guard(limits)
-        routes = app.state.api
-
+    made: dict[str, Any] = {"guard": Guard(limits), "routes": routes}
     if tls is None:
-        return Plain
-
-    class Secure(TlsConnection, Plain):
-        context = tls  # type: ignore[assignment]  # not None here
-        handshake_seconds = limits.header_seconds
-
-    return Secure
+        return type("PlainConnection", (ClientConnection,), made)
+    made |= {"context": tls, "handshake_seconds": limits.header_seconds}
+    return type("SecureConnection", (TlsConnection,), made)
 
 
 def serve(config: RouterConfig, listen: Listen) -> None:
@@ -125,21 +115,14 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     require_port(listen.port)
     tls = listen.tls()
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    # uvicorn's logging, with ours beside it. No header but X-Request-Id is ever logged. The format
-    # is as uvicorn's, whose own formatter copies each record for the sake of colours.
-    logging_config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
-    logging_config["formatters"]["default"] = {"format": "%(asctime)s %(levelname)s: %(message)s"}
-    ours = {"handlers": ["default"], "level": "INFO", "propagate": False}
-    logging_config["loggers"]["kvferry"] = ours
-    logging_config["loggers"]["opentelemetry"] = ours  # of a collector that does not answer
-    app = make_app(config)
-    connections = connections_of(app, config.limits, tls)
+    app = RouterApp(config)
+    connections = connections_of(app.routes, config.limits, tls)
     settings = uvicorn.Config(
         app,
-        log_config=logging_config,
-        access_log=False,  # `ApiRoute` logs each request with what was done for it
+        log_config=_LOGGING,
         server_header=False,
         http=connections,
+        lifespan="on",
         loop="asyncio",  # uvloop buffers a whole answer before it reports a client that reads none
         ws="none",
         backlog=connections.guard.backlog,
@@ -158,23 +141,62 @@ def serve(config: RouterConfig, listen: Listen) -> None:
                 "listening on %s without TLS: keys and tokens pass in the clear", listen.host
             )
 
-    def draining() -> None:
-        app.state.router.draining = True
-
     # A full collection stops every stream: for 32 ms with all modules' objects, else for 0.1 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a request makes hundreds of objects, few in circles
     with suppress(KeyboardInterrupt):  # drained by then
-        RouterServer(settings, listen, draining).run()
+        RouterServer(settings, listen).run()
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    message = f"{request.method} {request.scope['path']} is not served by the router"
-    answer = ApiError(error.status_code, code, message).answer
-    return Response(answer.body, answer.status, error.headers, "application/json")
+# Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but
+# X-Request-Id is ever logged.
+_LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
+    "loggers": {
+        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False}
+        for name in ("kvferry", "uvicorn", "opentelemetry")
+    },
+}
+
+
+class StatusRoute:
+    """A route that the router answers at once, by itself."""
+
+    def __init__(
+        self,
+        answer: Callable[[ClientRequest], Awaitable[Answer]],
+        methods: Collection[str] = ("GET", "HEAD"),
+    ) -> None:
+        self._answer = answer
+        self._methods = methods
+
+    async def serve(self, request: ClientRequest) -> None:
+        try:
+            _require_method(request, self._methods)
+            answer = await self._answer(request)
+        except ApiError as error:
+            answer = error.answer
+        except ClientGone:
+            return
+        except Exception:  # a bug of the router
+            log.exception("%s %s broke the router", request.head.method, request.path)
+            answer = _broken().answer
+        request.answer(answer)
+
+
+def _require_method(request: ClientRequest, methods: Collection[str]) -> None:
+    if request.head.method not in methods:
+        error = not_served(405, request)
+        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
+        raise error
+
+
+def _broken() -> ApiError:
+    return ApiError(500, "internal_error", "the router failed; its log says why")
 
 
 class ApiRoute:
@@ -197,11 +219,14 @@ class ApiRoute:
         asked = Incoming(
             request_id_of(headers), method, request.path, end_to_end(headers), held, address
         )
+        request_id = asked.request_id.decode()
         if router.spans is not None:
-            asked.spans = router.spans.request(method, asked.path, asked.request_id, asked.headers)
+            asked.spans = RequestSpans(
+                router.spans, method, request.path, request_id, asked.headers
+            )
         if not any(name == b"accept-encoding" for name, _ in asked.headers):
             asked.headers.append((b"accept-encoding", b"identity"))
-        reply = ClientReply(request, asked.request_id, lambda: router.draining)
+        reply = ClientReply(request, asked.request_id)
         begun = time.monotonic()
         outcome = "internal"
         try:
@@ -213,73 +238,51 @@ class ApiRoute:
         finally:
             held.close()
             router.requests[outcome] += 1
-            request_id = asked.request_id.decode()
             router.live.ended(outcome, asked.placed, request_id, asked.trail)
             ended = time.monotonic()
             if outcome == "ok":
                 router.latency["request_seconds"].observe(ended - begun)
                 if method == "POST":
                     router.latency["first_byte_seconds"].observe(reply.began - begun)
-            log.info(
-                "%s %s %s: %s %d, %.3f s [%s]",
-                request_id,
-                method,
-                asked.path,
-                outcome,
-                reply.status,
-                ended - begun,
-                "; ".join(asked.trail),
-            )
+            done = f"{outcome} {reply.status}, {ended - begun:.3f} s [{'; '.join(asked.trail)}]"
+            log.info("%s %s %s: %s", request_id, method, asked.path, done)
             if asked.spans is not None:
                 asked.spans.ended(outcome, reply.status, asked.placed)
 
     async def _outcome(self, asked: Incoming, request: ClientRequest, reply: ClientReply) -> str:
         """Serve the request, or answer with an error. Returns how it ended."""
         router, headers = self._router, request.head.headers
-        deadline: _Deadline | None = None
+        seconds: float | None = None
         try:
             try:
-                if asked.method not in self._methods:
-                    raise self._not_allowed(asked)
+                _require_method(request, self._methods)
                 if router.keys is not None:
                     asked.client = router.keys.require(headers)
                 if router.engine_key is not None:
                     asked.headers = router.engine_key.replace(asked.headers)
                 seconds = client_seconds(headers, router.limits.answer_seconds)
-                if seconds is not None:
-                    deadline = _Deadline(request, seconds)
-                body = request.whole_body(router.limits.max_body_bytes)
-                if body is None:
-                    body = await read_body(headers, request.receive, asked.held, router.limits)
-                else:
-                    require_short(headers)
-                    asked.held.add(len(body))
-                router.places.enter(request.address)
-                try:
-                    await self._answer(asked, body, reply)
-                finally:
-                    router.places.leave(request.address)
+                async with asyncio.timeout(seconds):
+                    await self._serve(asked, request, reply)
             except ApiError as error:
                 await reply.send(error.answer)
             return _by_status(reply.status)
         except ClientGone:
             return "client_gone"
         except asyncio.CancelledError:
-            # The connection cancels the task of a client that is gone, and a deadline does so too.
-            if not (request.gone or (deadline is not None and deadline.over)):
+            if not request.gone:
                 raise
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
-            if request.gone or deadline is None:
-                return "client_gone"
-            asked.trail.append(deadline.message)
+            return "client_gone"
+        except TimeoutError:  # all other ones have become an error of an engine, or of the request
+            message = f"the deadline of {seconds:g} s that this request named is over"
+            asked.trail.append(message)
             with suppress(ClientGone):
                 if reply.status:
-                    await reply.cut("deadline_exceeded", deadline.message)
+                    await reply.cut("deadline_exceeded", message)
                 else:
-                    late = ApiError(504, "deadline_exceeded", deadline.message)
-                    await reply.send(late.answer)
+                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
             return "deadline"
         except EngineFailure as error:
             asked.failed(str(error))
@@ -294,19 +297,21 @@ class ApiRoute:
             if reply.status:
                 request.abort()
             else:
-                ours = ApiError(500, "internal_error", "the router failed; its log says why")
                 with suppress(ClientGone):
-                    await reply.send(ours.answer)
+                    await reply.send(_broken().answer)
             return "internal"
-        finally:
-            if deadline is not None:
-                deadline.cancel()
 
-    def _not_allowed(self, asked: Incoming) -> ApiError:
-        message = f"{asked.method} {asked.path} is not served by the router"
-        error = ApiError(405, "method_not_allowed", message)
-        error.answer.headers.append((b"allow", ", ".join(self._methods).encode()))
-        return error
+    async def _serve(self, asked: Incoming, request: ClientRequest, reply: ClientReply) -> None:
+        router, headers = self._router, request.head.headers
+        require_short(headers)
+        body = request.whole_body(router.limits.max_body_bytes)
+        if body is None:
+            body = await read_body(headers, request.read, asked.held, router.limits)
+        else:
+            asked.held.add(len(body))
+        in_flight = ("requests in flight", "too_many_requests", RETRY_SECONDS)
+        with router.places.place(request.address, *in_flight):
+            await self._answer(asked, body, reply)
 
 
 def _by_status(status: int) -> str:
@@ -316,31 +321,13 @@ def _by_status(status: int) -> str:
     return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
-class _Deadline:
-    """The time that a client gave its request. When it is over, the request's task is cancelled."""
-
-    def __init__(self, request: ClientRequest, seconds: float) -> None:
-        self.over = False
-        self.message = f"the deadline of {seconds:g} s that this request named is over"
-        self._request = request
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        if not self._request.answered and self._request.task is not None:
-            self.over = True
-            self._request.task.cancel()
-
-
 class Status:
     """/health and /metrics of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: ClientRequest) -> Answer:
         """200 while requests can be served: `ok`, or `degraded` if an engine is down."""
         state = self._state()
         engines = [
@@ -355,72 +342,65 @@ class Status:
             for engine in self._router.fleet.engines
         ]
         body = {"status": state, "in_flight": self._router.places.taken, "engines": engines}
-        return JSONResponse(body, status_code=503 if state == "down" else 200)
+        return json_answer(body, 503 if state == "down" else 200)
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: ClientRequest) -> Answer:
         """All counts since the start, in Prometheus' text format."""
-        router = self._router
+        kind = b"text/plain; version=0.0.4; charset=utf-8"
+        return Answer(200, [(b"content-type", kind)], self.metrics_text().encode())
+
+    def metrics_text(self) -> str:
+        router, placing = self._router, self._router.placing
+        engines, files, budget = router.fleet.engines, router.sources.files, router.budget
         lines: list[str] = []
 
-        def add(name: str, kind: str, what: str, samples: Mapping[str, int]) -> None:
+        def add(name: str, what: str, samples: Mapping[str, int] | int) -> None:
+            kind = "counter" if name.endswith("_total") else "gauge"
             name = f"kvferry_router_{name}"
             lines.extend((f"# HELP {name} {what}", f"# TYPE {name} {kind}"))
+            samples = {"": samples} if isinstance(samples, int) else samples
             lines.extend(f"{name}{labels} {value}" for labels, value in samples.items())
 
         def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
             return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
 
-        engines = router.fleet.engines
-
         def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
             return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
 
-        ended = by("outcome", router.requests)
-        add("requests_total", "counter", "Requests by how they ended.", ended)
-        again = by("stage", router.retries)
-        add("retries_total", "counter", "Engines asked again, before the first byte.", again)
+        add("requests_total", "Requests by how they ended.", by("outcome", router.requests))
+        add("retries_total", "Engines asked again.", by("stage", router.retries))
         alone = by("reason", router.fallbacks)
-        add("fallbacks_total", "counter", "Requests decoded without a prefill engine.", alone)
-        add("in_flight", "gauge", "Requests that are being served.", {"": router.places.taken})
-        waiting = router.fleet.turns.waiting
-        add("waiting", "gauge", "Requests that wait for a decode engine.", {"": waiting})
-        files = router.sources.files
+        add("fallbacks_total", "Requests decoded without a prefill engine.", alone)
+        add("in_flight", "Requests that are being served.", router.places.taken)
+        add("waiting", "Requests that wait for a decode engine.", router.fleet.turns.waiting)
         used = {f'{{file="{f.name}",result="used"}}': f.used for f in files}
         bad = {f'{{file="{f.name}",result="refused"}}': f.refused for f in files}
-        add("reloads_total", "counter", "Contents of watched files.", used | bad)
-        good = {f'{{file="{f.name}"}}': int(not f.problem) for f in files}
-        add("file_good", "gauge", "Whether what a watched file says now is used.", good)
-        unresolved = {"": router.sources.names.failures}
-        add("dns_failures_total", "counter", "Names that were not resolved.", unresolved)
-        budget = router.budget
-        refused = {"": budget.refused}
-        add("retries_refused_total", "counter", "Retries that the budget refused.", refused)
-        add("retry_budget", "gauge", "Retries that are left now.", {"": int(budget.left)})
-        add("held_bytes", "gauge", "Charged for bodies and answers.", {"": router.memory.taken})
-        add("engine_up", "gauge", "Whether the engine gets requests.", each(lambda e: int(e.up)))
+        add("reloads_total", "Contents of watched files.", used | bad)
+        good = by("file", {f.name: int(not f.problem) for f in files})
+        add("file_good", "Whether what a watched file says now is used.", good)
+        add("dns_failures_total", "Names that were not resolved.", router.sources.names.failures)
+        add("retries_refused_total", "Retries that the budget refused.", budget.refused)
+        add("retry_budget", "Retries that are left now.", int(budget.left))
+        add("held_bytes", "Charged for bodies and answers.", router.memory.taken)
+        add("engine_up", "Whether the engine gets requests.", each(lambda e: int(e.up)))
         draining = each(lambda e: int(e.draining is not None))
-        add("engine_draining", "gauge", "Whether the engine drains, or is drained.", draining)
-        trial = each(lambda e: e.trial)
-        add("engine_trial", "gauge", "Requests that it gets at a time, on trial.", trial)
-        add("engine_in_flight", "gauge", "Requests at the engine.", each(lambda e: e.in_flight))
-        failures = each(lambda e: e.failures)
-        add("engine_failures_total", "counter", "Failed probes, requests.", failures)
-        placing = router.placing
+        add("engine_draining", "Whether the engine drains, or is drained.", draining)
+        add("engine_trial", "Requests that it gets at a time, on trial.", each(lambda e: e.trial))
+        add("engine_in_flight", "Requests at the engine.", each(lambda e: e.in_flight))
+        add("engine_failures_total", "Failed probes, requests.", each(lambda e: e.failures))
         hits = by("source", placing.hit_tokens)
-        add("prompt_tokens_total", "counter", "Tokens of prompts, by where they came from.", hits)
-        ways = by("way", placing.choices)
-        add("choices_total", "counter", "Requests by how they were placed.", ways)
+        add("prompt_tokens_total", "Tokens of prompts, by where they came from.", hits)
+        add("choices_total", "Requests by how they were placed.", by("way", placing.choices))
         asked = by("how", placing.prompts.counts)
-        add("tokenized_total", "counter", "Prompts by how their tokens were found.", asked)
+        add("tokenized_total", "Prompts by how their tokens were found.", asked)
         known, lost = {}, {}
         for url, stats in placing.index.stats().items():
             engine = f'engine="{_escape(url)}"'
             known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
             lost[f"{{{engine}}}"] = stats.lost_events
-        add("cache_blocks", "gauge", "Blocks that the router believes an engine holds.", known)
-        add("cache_lost_events_total", "counter", "Batches of KV events that were lost.", lost)
-        text = "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        add("cache_blocks", "Blocks that the router believes an engine holds.", known)
+        add("cache_lost_events_total", "Batches of KV events that were lost.", lost)
+        return "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
 
     def _state(self) -> str:
         fleet = self._router.fleet

@@ -5,8 +5,7 @@ uvicorn listens, starts and stops the application, and makes a `ClientConnection
 Everything between a socket and a route is here:
 
     data_received   a head, then its body (`http1`). With the first bytes of the body the request
-                    starts: as a task of its `ApiRoute`, or of the ASGI application (pages, status,
-                    admin API)
+                    starts, as a task of its route
     write           the answer, in one piece with its head. A stream's events come here from the
                     engine's connection, without a task or a queue between them
     answered        the next request, which may have come meanwhile; what is left of a refused
@@ -30,11 +29,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp, Message, Scope
-from uvicorn import Config
 from uvicorn.server import ServerState
 
-from kvferry.router.api import ApiError, Headers, Limits
+from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.guard import LIVE_STREAM, ClientGone, Guard, Stage, address_of
 from kvferry.router.http1 import (
     HeadTooLong,
@@ -48,26 +45,21 @@ from kvferry.router.http1 import (
 
 log = logging.getLogger(__name__)
 
-# That a client may send ahead while the router serves its request.
-_MAX_EARLY_BYTES = 64 << 10
-# Of a body, that waits until the request takes it. Then the client has to wait.
-_MOST_UNREAD_BYTES = 64 << 10
-# Read at a time. asyncio reads 256 KiB, for which the allocator takes long.
-_READ_BYTES = 64 << 10
-_LARGE_BYTES = 64 << 10  # a piece of an answer that is not copied to join it with its frame
-CUT_SECONDS = 5.0  # in which a client may read what came before an answer was cut
+# Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
+# request takes it; and that a client may send ahead while the router serves its request.
+_MOST_BYTES = 64 << 10
 _WITHOUT_BODY = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Route(Protocol):
-    """Serves requests without ASGI."""
+    """Serves the requests for one path."""
 
     def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]: ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client. A subclass names its guard and the routes that are served without ASGI."""
+    """One client. A subclass names its guard and its routes."""
 
     guard: Guard
     routes: Mapping[str, Route]  # by path
@@ -75,24 +67,14 @@ class ClientConnection(asyncio.Protocol):
     stage: Stage | None = None  # None: not admitted, or lost
     since = 0.0  # when the client last did what its stage asks for, in the loop's time
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self.loop = _loop or asyncio.get_running_loop()
-        self.app: ASGIApp = config.loaded_app
+    def __init__(self, server_state: ServerState, **_of_uvicorn: Any) -> None:
+        self.loop = asyncio.get_running_loop()
         self.server_state = server_state
-        self.app_state = app_state
-        self.client: tuple[str, int] | None = None
         self.address = ""
-        self.secure = False
         self.request: ClientRequest | None = None  # the one that is read or answered
         self.write_paused = False
         self.drained: Callable[[], None] | None = None  # is called when the client reads again
-        self._stopping = False
+        self.stopping = False
         self._data = b""  # that is not read yet
 
     # By asyncio
@@ -105,16 +87,14 @@ class ClientConnection(asyncio.Protocol):
     def admit(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         peer = transport.get_extra_info("peername")
-        self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
-        self.address = address_of(self.client)
+        self.address = address_of(peer)
         self.guard.admit(self)
 
     def opened(self) -> None:
         """The connection is admitted, and HTTP begins."""
         self.server_state.connections.add(self)  # type: ignore[arg-type]
-        self.secure = self.transport.get_extra_info("sslcontext") is not None
         if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
-            self.transport.max_size = _READ_BYTES
+            self.transport.max_size = _MOST_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.forget(self)
@@ -127,9 +107,6 @@ class ClientConnection(asyncio.Protocol):
         if self._data:
             data, self._data = self._data + data, b""
         self._read(data)
-
-    def eof_received(self) -> None:
-        """The transport closes, as for a client that has closed both ways."""
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -144,16 +121,19 @@ class ClientConnection(asyncio.Protocol):
 
     # By the server
 
+    def drain(self) -> None:
+        """The next answer is the last one."""
+        self.stopping = True
+        if self.request is not None:
+            self.request.keeps = False
+
     def shutdown(self) -> None:
         """The server stops: answers may end, but the stream of the page has no end."""
-        self._stopping = True
-        request = self.request
-        if request is None or request.answered:
+        self.drain()
+        if self.idle:
             self.transport.close()
-        elif request.path == LIVE_STREAM:
+        elif self.request is not None and self.request.path == LIVE_STREAM:
             self.transport.abort()
-        else:
-            request.keeps = False
 
     @property
     def idle(self) -> bool:
@@ -181,15 +161,14 @@ class ClientConnection(asyncio.Protocol):
                     if found is None:
                         self._data = data
                         break
-                    request = self._begin(read_request(found[0]))
-                    data = found[1]
-                    request.arrived(data)
+                    request = self.request = ClientRequest(self, read_request(found[0]))
+                    request.arrived(found[1])
                     request.start()
                 elif request is not None and not request.head.body.whole:
                     request.arrived(data)
                 else:  # sent ahead of an answer, or by a client that does not read its answers
                     self._data = data
-                    if len(data) > _MAX_EARLY_BYTES:
+                    if len(data) > _MOST_BYTES:
                         self.transport.abort()
                     break
                 data = request.head.body.rest
@@ -199,16 +178,10 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(error)
         self.guard.moved(self, self._stage_now())
 
-    def _begin(self, head: RequestHead) -> ClientRequest:
-        self.server_state.total_requests += 1
-        request = self.request = ClientRequest(self, head)
-        request.keeps = head.keeps and not self._stopping
-        return request
-
     def answered(self, request: ClientRequest) -> None:
         """An answer is complete."""
         self.drained = None
-        if not request.keeps or self._stopping:
+        if not request.keeps or self.stopping:
             self.transport.close()
             return
         self.guard.moved(self, Stage.HEAD)  # the wait for the next request's headers begins
@@ -254,40 +227,32 @@ class ClientConnection(asyncio.Protocol):
 class ClientRequest:
     """One request of a client, and its answer."""
 
-    __slots__ = (
-        *("answered", "begun", "connection", "gone", "head", "keeps", "path", "status", "task"),
-        *("_chunked", "_delivered", "_left", "_pending", "_silent", "_unread", "_waiter"),
-    )
-
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
         self.connection = connection
+        self.address = connection.address
         self.head = head
         path = head.target.partition(b"?")[0].decode()
         self.path = unquote(path) if "%" in path else path
-        self.keeps = head.keeps  # the connection lives on after the answer
+        self.keeps = head.keeps and not connection.stopping  # it lives on after the answer
         self.begun = self.answered = False  # the answer has begun, is complete
         self.gone = False  # the client is
-        self.status = 0
         self.task: asyncio.Task[None] | None = None
-        self._delivered = False  # `receive` has given the end of the body
-        self._unread = 0  # bytes of the body that came since `receive` was last called
+        self._unread = 0  # bytes of the body that came since `read` was last called
         self._waiter: asyncio.Future[None] | None = None
         self._pending = b""  # the answer's head, which goes out with its first bytes
-        self._chunked = self._silent = False  # silent: the answer has a head only
-        self._left: int | None = None  # of an answer that told its length
-
-    @property
-    def address(self) -> str:
-        return self.connection.address
+        self._chunked = self._has_length = False  # how the client sees where the answer ends
+        self._silent = False  # the answer has a head only
 
     # By the connection
 
     def start(self) -> None:
         connection = self.connection
         route = connection.routes.get(self.path)
-        work = self._asgi() if route is None else route.serve(self)
+        if route is None:
+            self.answer(not_served(404, self).answer)
+            return
         tasks = connection.server_state.tasks
-        self.task = connection.loop.create_task(work)
+        self.task = connection.loop.create_task(route.serve(self))
         tasks.add(self.task)
         self.task.add_done_callback(tasks.discard)
 
@@ -302,7 +267,7 @@ class ClientRequest:
             body.parts.clear()
             return
         self._unread += len(data) - len(body.rest)
-        if self._unread > _MOST_UNREAD_BYTES and not body.whole:
+        if self._unread > _MOST_BYTES and not body.whole:
             self.connection.transport.pause_reading()
         self._wake()
 
@@ -312,7 +277,7 @@ class ClientRequest:
             return
         self.gone = True
         self._wake()
-        if self.task is not None and self.path in self.connection.routes:
+        if self.task is not None:
             self.task.cancel()
 
     def _wake(self) -> None:
@@ -322,42 +287,45 @@ class ClientRequest:
     # The request's body
 
     def whole_body(self, most_bytes: int) -> bytes | None:
-        """All of the body, if it has come; then `receive` has nothing more to give."""
+        """All of the body, if it has come; then `read` has nothing more to give."""
         if not self.head.body.whole or self._unread > most_bytes:
             return None
-        self._delivered = True
         return self.head.body.take()
 
-    async def receive(self) -> Message:
-        """As ASGI has it."""
+    async def read(self) -> bytes:
+        """The next bytes of the body; empty at its end. Raises ClientGone."""
         body, connection = self.head.body, self.connection
-        while not (self.gone or self.answered):
-            if body.parts or (body.whole and not self._delivered):
-                self._unread = 0
-                self._delivered = body.whole
-                connection.transport.resume_reading()
-                return {"type": "http.request", "body": body.take(), "more_body": not body.whole}
-            if self.head.continues and not body.whole and not self.begun:
+        while not (body.parts or body.whole):
+            if self.gone:
+                raise ClientGone
+            if self.head.continues:
                 self.head.continues = False
                 connection.transport.write(_CONTINUE)
             self._waiter = connection.loop.create_future()
             await self._waiter
-        return {"type": "http.disconnect"}
+        self._unread = 0
+        connection.transport.resume_reading()
+        return body.take()
 
     # The answer
 
+    def answer(self, answer: Answer) -> None:
+        """A whole answer, which is small."""
+        self.begin(answer.status, [*answer.headers, (b"content-length", b"%d" % len(answer.body))])
+        self.write(answer.body, last=True)
+
     def begin(self, status: int, headers: Headers) -> None:
         """The head of the answer. It is sent with the first bytes of the body."""
-        self.begun, self.status = True, status
+        self.begun = True
         lines = [*self.connection.server_state.default_headers, *headers]
         closes = False
         for name, value in headers:
             if name == b"content-length":
-                self._left = int(value)
+                self._has_length = True
             elif name == b"connection" and value.lower() == b"close":
                 closes = True
         self._silent = self.head.method == "HEAD" or status in _WITHOUT_BODY
-        if self._left is None and not self._silent:
+        if not (self._has_length or self._silent):
             self._chunked = self.head.is_1_1
             if self._chunked:
                 lines.append((b"transfer-encoding", b"chunked"))
@@ -378,14 +346,8 @@ class ClientRequest:
             return False
         if self._silent:
             data = b""
-        elif self._left is not None:
-            self._left -= len(data)
         elif self._chunked:
-            if len(data) > _LARGE_BYTES:
-                connection.transport.write(self._pending + b"%x\r\n" % len(data))
-                connection.transport.write(data)
-                self._pending, data = b"", b"\r\n"
-            elif data:
+            if data:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             if last:
                 data += b"0\r\n\r\n"
@@ -396,43 +358,26 @@ class ClientRequest:
                 connection.transport.write(data)
         if last:
             self.answered = True
-            if self._left and not self._silent:  # not as long as its head says
-                connection.transport.abort()
-            else:
-                self._wake()
-                connection.answered(self)
+            self._wake()
+            connection.answered(self)
         return connection.write_paused
 
     def cut(self, data: bytes) -> None:
         """End the answer too early, with `data`."""
         self.write(data, last=self._chunked)
-        if self._ends_with_connection and not self.gone:
-            self._reset_at_end()
-            transport = self.connection.transport
-            transport.close()  # when all is written
-            self.connection.loop.call_later(CUT_SECONDS, transport.abort)
-        else:
-            self.abort()
+        self.abort()
 
     def abort(self) -> None:
-        """Close the connection in the middle of the answer, which every client notices. An answer
+        """Close the connection in the middle of the answer, which every client notices: with a
+        reset where the end of the connection would be the end of the answer (HTTP/1.0). An answer
         that is complete is left alone."""
-        if not (self.answered or self.gone):
-            if self._ends_with_connection:
-                self._reset_at_end()
-            self.connection.transport.abort()
-
-    @property
-    def _ends_with_connection(self) -> bool:
-        """Whether a client takes the end of the connection for the end of the answer (HTTP/1.0)."""
-        return not self.answered and not self._chunked and self._left is None
-
-    def _reset_at_end(self) -> None:
-        """The connection ends with a reset, which is no end of an answer."""
+        if self.answered or self.gone:
+            return
         sock = self.connection.transport.get_extra_info("socket")
-        if sock is not None:  # else TLS has ended already
+        if not (self._chunked or self._has_length) and sock is not None:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.transport.abort()
 
     async def drained(self) -> None:
         """Wait until the client has read most of what was written. Raises ClientGone."""
@@ -447,48 +392,9 @@ class ClientRequest:
         if self.gone:
             raise ClientGone
 
-    # ASGI
 
-    async def _asgi(self) -> None:
-        connection = self.connection
-        transport = connection.transport
-        path, _, query = self.head.target.partition(b"?")
-        server = transport.get_extra_info("sockname")
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1" if self.head.is_1_1 else "1.0",
-            "server": server[:2] if isinstance(server, tuple) else None,
-            "client": connection.client,
-            "scheme": "https" if connection.secure else "http",
-            "method": self.head.method,
-            "root_path": "",
-            "path": self.path,
-            "raw_path": path,
-            "query_string": query,
-            "headers": self.head.headers,
-            "state": connection.app_state.copy(),
-        }
-        try:
-            await connection.app(scope, self.receive, self._asgi_send)
-        except ClientGone:
-            pass
-        except Exception:
-            log.exception("%s %s broke the router", self.head.method, self.path)
-        if self.answered or self.gone:
-            return
-        if self.begun:
-            transport.abort()
-        else:
-            answer = ApiError(500, "internal_error", "the router failed; its log says why").answer
-            self.begin(500, [*answer.headers, (b"content-length", b"%d" % len(answer.body))])
-            self.write(answer.body, last=True)
-
-    async def _asgi_send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.begin(message["status"], list(message.get("headers", ())))
-        elif message["type"] == "http.response.body":
-            last = not message.get("more_body", False)
-            self.write(message.get("body", b""), last)
-            if not last:
-                await self.drained()
+def not_served(status: int, request: ClientRequest) -> ApiError:
+    """There is no such path (404), or it has no such method (405)."""
+    code = "not_found" if status == 404 else "method_not_allowed"
+    message = f"{request.head.method} {request.path} is not served by the router"
+    return ApiError(status, code, message)

@@ -61,7 +61,6 @@ from kvferry.router.api import (
     ApiError,
     Generation,
     RouterConfig,
-    error_body,
     ticket_of,
 )
 from kvferry.router.cache.index import IndexStats
@@ -77,7 +76,7 @@ from kvferry.router.fleet.engines import (
 )
 from kvferry.router.fleet.sources import Sources
 from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import MemoryLimit, Places
+from kvferry.router.guard import Quota
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
@@ -119,7 +118,6 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_NONE: set[UpstreamEngine] = set()
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -128,7 +126,6 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
-        self.draining = False  # the router was told to stop
         self.fleet = Fleet(config.specs(), config.limits, ca_file=config.engine_ca)
         self.sources = Sources(self.fleet, config.limits)
         self.sources.names.use(COMMAND_LINE, [s for s in config.specs() if s.is_name])
@@ -144,8 +141,8 @@ class Router:
             self.sources.watch(
                 "engine_key", config.engine_key_file, self.engine_key.use, secret=True
             )
-        self.places = Places(config.limits.max_in_flight, config.limits.address_share)
-        self.memory = MemoryLimit(config.limits)
+        self.places = Quota(config.limits.max_in_flight, config.limits.address_share)
+        self.memory = Quota(config.limits.max_held_bytes, config.limits.address_share)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
@@ -170,9 +167,6 @@ class Router:
             in_flight=self.places.taken,
             most_in_flight=self.limits.max_in_flight,
             waiting=self.fleet.turns.waiting,
-            requests=self.requests,
-            retries=self.retries,
-            fallbacks=self.fallbacks,
             problems={
                 file.name: f"The file of {file.name} is not used: {file.problem}"
                 for file in self.sources.files
@@ -182,7 +176,7 @@ class Router:
 
     async def generate(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve a completion. Raises ApiError, or EngineFailure if a stream breaks off."""
-        await _Trip(self, asked, Generation(body), reply, body).run()
+        await _Trip(self, asked, Generation(body), reply).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
         """Serve what any decode engine can answer, such as the list of models."""
@@ -222,16 +216,9 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
 class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
-    def __init__(
-        self,
-        request: ClientRequest,
-        request_id: bytes,
-        is_last: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`is_last`: whether the connection is closed after this answer."""
+    def __init__(self, request: ClientRequest, request_id: bytes) -> None:
         self._request = request
         self._request_id = request_id
-        self._is_last = is_last
         self.status = 0  # until the answer begins
         self.began = 0.0  # when it did, by the monotonic clock
         self.saw: Callable[[bytes], None] | None = None  # gets a stream as it passes
@@ -247,13 +234,11 @@ class ClientReply:
         headers = [*answer.headers, (REQUEST_ID, self._request_id)]
         if answer.rest is None:
             headers.append((b"content-length", b"%d" % len(body)))
-        if self._is_last() and not any(name == b"connection" for name, _ in headers):
-            headers.append((b"connection", b"close"))
         request.begin(answer.status, headers)
         if answer.rest is not None:
             coded = any(name == b"content-encoding" for name, _ in answer.headers)
             self._by_events = self._between_events = not coded
-            self._pass(body, last=False)
+            self.take(body, last=False)
             await request.drained()
             await answer.rest.pass_on(self)
             return
@@ -267,20 +252,17 @@ class ClientReply:
         answer without an end."""
         if self._between_events:
             self._between_events = False
-            self._request.cut(b"data: %s\n\n" % error_body(500, code, message))
+            self._request.cut(b"data: %s\n\n" % ApiError(500, code, message).answer.body)
         elif self.status:
             self._request.abort()
 
     # As a `StreamSink`
 
-    def take(self, data: bytes, last: bool) -> bool:
-        return self._pass(data, last)
-
     def on_drain(self, go_on: Callable[[], None] | None) -> None:
         if not self._request.answered:  # else the connection is the next request's
             self._request.connection.drained = go_on
 
-    def _pass(self, data: bytes, last: bool) -> bool:
+    def take(self, data: bytes, last: bool) -> bool:
         """Pass on whole events, and keep the part of the next one, if it is small."""
         if self._by_events and not last:
             if self._part:
@@ -307,12 +289,7 @@ class _Trip:
     """One request, until it is answered. `wanted` is None if it needs no prefill."""
 
     def __init__(
-        self,
-        router: Router,
-        asked: Incoming,
-        wanted: Generation | None,
-        reply: ClientReply,
-        body: bytes = b"",
+        self, router: Router, asked: Incoming, wanted: Generation | None, reply: ClientReply
     ) -> None:
         self._router = router
         self._fleet = router.fleet
@@ -320,7 +297,6 @@ class _Trip:
         self._asked = asked
         self._wanted = wanted
         self._reply = reply
-        self._body = body
         self._placement: RequestWay | None = None
         # None: a prefill is needed. Empty: decode-only.
         self._ticket: bytes | None = None
@@ -340,7 +316,7 @@ class _Trip:
                 begun = time.monotonic()
                 self._asked.part("place")
                 self._placement = await self._router.placing.look(
-                    self._asked.path, self._body, self._asked.headers, self._wanted
+                    self._asked.path, self._asked.headers, self._wanted
                 )
                 self._own_seconds = time.monotonic() - begun
             await self._run()
@@ -449,8 +425,6 @@ class _Trip:
 
     def _failed_decode(self) -> set[UpstreamEngine]:
         """Decode engines that failed this request and have not started again since."""
-        if not self._tried_decode:
-            return _NONE
         return {engine for engine, starts in self._tried_decode.items() if engine.starts == starts}
 
     async def _turn(self) -> bool:
@@ -567,11 +541,7 @@ class _Trip:
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
         if wanted is not None and asked.placed is None:  # without a choice by cost
-            why = "the fewest requests in flight; --place load weighs nothing else"
-            if self._prefilled_by is not None:
-                why += ", and hands every prompt over"
-            else:
-                why = next((said for said in asked.trail if said.startswith("decode-only")), why)
+            why = next((said for said in asked.trail if said.startswith("decode-only")), "by load")
             option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
             self._show(Decision(option, (), why))
         asked.part("decode", engine.url)

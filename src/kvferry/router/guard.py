@@ -22,20 +22,17 @@ import asyncio
 import enum
 import ipaddress
 import resource
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Literal, Protocol
-
-from starlette.types import Receive
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import ApiError, Headers, Limits
 
+if TYPE_CHECKING:
+    from kvferry.router.clients import ClientConnection
+
 Lack = Literal["address", "all"]  # whose limit is reached
-# Frees a part of what one address or (None) all clients have; False if nothing can be freed.
-MakeRoom = Callable[[str | None], bool]
 
 LIVE_STREAM = "/live/stream"  # see `page`
 
@@ -50,22 +47,16 @@ _COPIES = 2
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
 _SWEEP_SECONDS = 0.5
-_RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
+RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
 _MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
 
 
-def address_of(client: tuple[str, int] | None) -> str:
+def address_of(client: tuple[Any, ...] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
-    return _customer(client[0].partition("%")[0] if client else "")
-
-
-@lru_cache(1024)
-def _customer(host: str) -> str:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return ""  # a Unix socket
+    if not client:  # it is gone already
+        return ""
+    address = ipaddress.ip_address(str(client[0]).partition("%")[0])
     if address.version == 4:
         return str(address)
     if address.ipv4_mapped is not None:
@@ -82,127 +73,59 @@ class Quota:
         self.taken = 0
         self._by_address: dict[str, int] = {}
 
-    def take(
-        self, address: str, amount: int = 1, make_room: MakeRoom = lambda address: False
-    ) -> Lack | None:
-        """Take `amount`. If a limit forbids that, return which one, and take nothing.
-
-        Before that, `make_room` is called as long as it can free a part of what an address has
-        taken, or (None) of what all have. A negative amount gives back.
-        """
-        while amount > 0 and (lack := self._lack(address, amount)):
-            if not make_room(address if lack == "address" else None):
-                return lack
-        self.taken += amount
+    def take(self, address: str, amount: int = 1) -> Lack | None:
+        """Take `amount`; a negative one gives back. If a limit forbids that, return which one, and
+        take nothing."""
         left = self._by_address.get(address, 0) + amount
+        if amount > 0 and left > self.most_each:
+            return "address"
+        if amount > 0 and self.taken + amount > self.most:
+            return "all"
+        self.taken += amount
         if left:
             self._by_address[address] = left
         else:
             self._by_address.pop(address, None)
         return None
 
-    def _lack(self, address: str, amount: int) -> Lack | None:
-        if self._by_address.get(address, 0) + amount > self.most_each:
-            return "address"
-        return "all" if self.taken + amount > self.most else None
-
-
-class Places(Quota):
-    """Requests in flight."""
-
-    def enter(self, address: str) -> None:
-        """Take a place while a request is in flight, until `leave`. Raises ApiError 429."""
+    @contextmanager
+    def place(self, address: str, what: str, code: str, later_seconds: float) -> Iterator[None]:
+        """One of them, for a while. `what` and `code` say what it is. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
-            message = f"requests in flight: {count}, the most allowed; try again soon"
-            raise ApiError(429, "too_many_requests", message, _RETRY_SECONDS)
-
-    def leave(self, address: str) -> None:
-        self.take(address, -1)
-
-
-class MemoryLimit(Quota):
-    """The memory for bodies and answers of all requests."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.max_held_bytes, limits.address_share)
-        self.uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
-        self._grace_seconds = limits.progress_seconds
-
-    def drop_oldest(self, address: str | None, wanted_by: RequestMemory) -> bool:
-        """Drop the oldest unfinished body, of `address` or of all; False if there is none.
-
-        A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
-        other, and none would ever be complete.
-        """
-        now = asyncio.get_running_loop().time()
-        for held in self.uploads:
-            if now - held.since < self._grace_seconds:
-                return False
-            if held.charged and held is not wanted_by and address in (None, held.address):
-                del self.uploads[held]
-                held.drop()
-                return True
-        return False
-
-
-class RequestMemory:
-    """The memory of one request."""
-
-    def __init__(self, memory: MemoryLimit, address: str) -> None:
-        self.address = address
-        self.since = asyncio.get_running_loop().time()
-        self.bytes = 0
-        self.charged = 0
-        self.dropped = False
-        self._memory = memory
-        self._deadline: asyncio.Timeout
-
-    def add(self, count: int) -> None:
-        """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
-        if self.dropped:
-            raise self.refusal()
-        self.bytes += count
-        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
-        if not charge:
-            return
-        memory = self._memory
-        lack = memory.take(self.address, charge, lambda address: memory.drop_oldest(address, self))
-        if lack:
-            raise self.refusal(lack)
-        self.charged += charge
-
-    @contextmanager
-    def upload(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Until the body is complete, another request may drop it, which ends its deadline."""
-        self._deadline = deadline
-        self._memory.uploads[self] = None
+            message = f"{what}: {count}, the most allowed; try again soon"
+            raise ApiError(429, code, message, later_seconds)
         try:
             yield
         finally:
-            self._memory.uploads.pop(self, None)
+            self.take(address, -1)
 
-    def drop(self) -> None:
-        self.dropped = True
-        self.close()
-        if not self._deadline.expired():
-            self._deadline.reschedule(self.since)
+
+class RequestMemory:
+    """What one request holds of the memory for all bodies and answers."""
+
+    def __init__(self, memory: Quota, address: str) -> None:
+        self.bytes = 0
+        self._address = address
+        self._charged = 0
+        self._memory = memory
+
+    def add(self, count: int) -> None:
+        """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
+        self.bytes += count
+        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self._charged
+        lack = self._memory.take(self._address, charge) if charge else None
+        if lack == "address":
+            message = f"your address has {self._memory.most_each} bytes here; try again soon"
+            raise ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
+        if lack == "all":
+            message = f"the router holds {self._memory.most} bytes, its most; try again soon"
+            raise ApiError(503, "router_full", message, RETRY_SECONDS)
+        self._charged += charge
 
     def close(self) -> None:
-        if self.charged:
-            self._memory.take(self.address, -self.charged)
-            self.charged = 0
-
-    def refusal(self, lack: Lack = "all") -> ApiError:
-        if lack == "address":
-            most = self._memory.most_each
-            message = f"requests of your address hold {most} bytes in the router; try again soon"
-            return ApiError(429, "too_many_bytes", message, _RETRY_SECONDS)
-        most = self._memory.most
-        message = (
-            f"bodies and answers fill the {most} bytes that the router may hold; try again soon"
-        )
-        return ApiError(503, "router_full", message, _RETRY_SECONDS)
+        self._memory.take(self._address, -self._charged)
+        self._charged = 0
 
 
 class ClientGone(Exception):
@@ -217,14 +140,18 @@ def require_short(headers: Headers) -> None:
 
 
 async def read_body(
-    headers: Headers, receive: Receive, held: RequestMemory, limits: Limits
+    headers: Headers,
+    read: Callable[[], Awaitable[bytes]],
+    held: RequestMemory,
+    limits: Limits,
 ) -> bytes:
     """A request's body, if there is memory for it and it comes in time. Raises ApiError.
+
+    `read` gives the next bytes of it; none: that was all.
 
     The server reads on and discards the rest of a refused body, so that the client gets to read
     the reason. The guard closes the connection after `header_seconds`.
     """
-    require_short(headers)
     message = f"the body may have {limits.max_body_bytes} bytes at most"
     too_large = ApiError(413, "body_too_large", message)
     for name, value in headers:
@@ -238,27 +165,18 @@ async def read_body(
 
     parts: list[bytes] = []
     size = fresh = 0  # fresh: bytes within the current progress_seconds
-    more = True
     try:
         async with asyncio.timeout_at(next_progress()) as deadline:
-            with held.upload(deadline):
-                while more:
-                    event = await receive()
-                    if event["type"] == "http.disconnect":
-                        raise ClientGone
-                    data: bytes = event.get("body", b"")
-                    size, fresh = size + len(data), fresh + len(data)
-                    if size > limits.max_body_bytes:
-                        raise too_large
-                    held.add(len(data))
-                    parts.append(data)
-                    more = event.get("more_body", False)
-                    if fresh >= limits.progress_bytes:
-                        deadline.reschedule(next_progress())
-                        fresh = 0
+            while data := await read():
+                size, fresh = size + len(data), fresh + len(data)
+                if size > limits.max_body_bytes:
+                    raise too_large
+                held.add(len(data))
+                parts.append(data)
+                if fresh >= limits.progress_bytes:
+                    deadline.reschedule(next_progress())
+                    fresh = 0
     except TimeoutError:
-        if held.dropped:
-            raise held.refusal() from None
         timeout = ApiError(
             408,
             "request_timeout",
@@ -276,18 +194,6 @@ class Stage(enum.Enum):
     SERVING = enum.auto()
 
 
-class Guarded(Protocol):
-    """A client's connection, as a guard sees it."""
-
-    transport: asyncio.Transport
-    loop: asyncio.AbstractEventLoop
-    address: str
-    stage: Stage | None  # None: not admitted, or lost
-    since: float  # when the client last did what its stage asks for, in the loop's time
-
-    def overdue(self, now: float, limits: Limits) -> bool: ...
-
-
 class Guard:
     """All connections of one server."""
 
@@ -296,7 +202,7 @@ class Guard:
         self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
-        self._stages: dict[Stage, dict[Guarded, None]] = {stage: {} for stage in Stage}
+        self._stages: dict[Stage, dict[ClientConnection, None]] = {stage: {} for stage in Stage}
         self._sweeping = False
 
     @property
@@ -305,24 +211,25 @@ class Guard:
         # The loop accepts up to twice before `admit` is called.
         return max(1, min(self.most, _MOST_AHEAD) // 2)
 
-    def admit(self, new: Guarded) -> None:
+    def admit(self, new: ClientConnection) -> None:
         """Let a connection in, if necessary in place of the oldest without a complete request."""
-        if self._quota.take(new.address, make_room=self._close_oldest):
-            new.transport.abort()
-            return
+        while lack := self._quota.take(new.address):
+            if not self._close_oldest(new.address if lack == "address" else None):
+                new.transport.abort()
+                return
         new.stage, new.since = Stage.HEAD, new.loop.time()
         self._stages[Stage.HEAD][new] = None
         if not self._sweeping:
             self._sweeping = True
             self._sweep(new.loop)
 
-    def forget(self, connection: Guarded) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         if connection.stage is not None:
             del self._stages[connection.stage][connection]
             self._quota.take(connection.address, -1)
             connection.stage = None
 
-    def moved(self, connection: Guarded, stage: Stage) -> None:
+    def moved(self, connection: ClientConnection, stage: Stage) -> None:
         if connection.stage not in (None, stage):
             del self._stages[connection.stage][connection]
             self._stages[stage][connection] = None
@@ -347,25 +254,23 @@ class Guard:
 
 
 def _connections_by_files(limits: Limits) -> int:
-    """How many connections the limit of descriptors allows, which is raised as far as needed."""
+    """How many connections the limit of descriptors allows, which is raised as far as needed.
 
-    def files(connections: int) -> int:
-        # A request in flight may need one descriptor for a busy and one for an idle connection to
-        # an engine. An idle client needs neither.
-        ahead = min(connections, _MOST_AHEAD)
-        return _OWN_FILES + connections + ahead + 2 * min(connections, limits.max_in_flight)
-
-    wanted = limits.max_connections
-    needed = files(wanted)
+    A connection may need four: its own, one that is accepted ahead of it, and for a request in
+    flight a busy and an idle one to an engine.
+    """
+    wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
+    needed = _OWN_FILES + wanted + min(3 * wanted, others)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY:
-        soft = needed
-    elif soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    if soft < files(1):
+        return wanted
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = soft - _OWN_FILES
+    most = min(wanted, max(left // 4, left - others))
+    if most < 1:
         raise DescriptionError(
             f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
         )
-    return bisect_right(range(wanted + 1), soft, key=files) - 1
+    return most

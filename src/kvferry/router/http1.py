@@ -33,7 +33,6 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?"
 _FIELDS = re.compile(rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*")
 _TRAILER = re.compile(_TOKEN + rb":[\t\x20-\x7e\x80-\xff]*")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
-_ONE_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -131,11 +130,6 @@ def status_line(status: int) -> bytes:
 class Body:
     """The body of one message, as it comes."""
 
-    __slots__ = (
-        *("chunked", "parts", "rest", "whole"),
-        *("_behind_chunk", "_behind_last", "_left", "_line", "_small_left", "_trailers"),
-    )
-
     def __init__(self, chunked: bool, length: float, most_small_chunks: float = math.inf) -> None:
         """`length` of a body without chunks; infinite: it ends with the connection."""
         self.chunked = chunked
@@ -166,16 +160,6 @@ class Body:
             return
         if self._line:
             data = self._line + data
-        elif not (self._left or self._behind_chunk or self._behind_last):
-            # Usually one event of a stream comes as one chunk, and alone.
-            found = _ONE_CHUNK.match(data)
-            if found is not None:
-                begin, end = found.end(), len(data) - 2
-                if int(found[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
-                    if end - begin < _SMALL_CHUNK_BYTES:
-                        self._count_small()
-                    self.parts.append(data[begin:end])
-                    return
         at, size = 0, len(data)
         while not self.whole and at < size:
             if self._left:
@@ -225,17 +209,11 @@ class Body:
             size = int(found[1], 16)
             self._left = size
             self._behind_last = not size
-            if size < _SMALL_CHUNK_BYTES:
-                self._count_small()
+            self._small_left -= size < _SMALL_CHUNK_BYTES
+            if self._small_left < 0:
+                raise HttpError(f"too many chunks below {_SMALL_CHUNK_BYTES} bytes")
         else:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
-
-    def _count_small(self) -> None:
-        self._small_left -= 1
-        if self._small_left < 0:
-            raise HttpError(
-                f"more than {_MAX_SMALL_CHUNKS} chunks below {_SMALL_CHUNK_BYTES} bytes"
-            )
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Set
+from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -46,7 +46,6 @@ from kvferry.router.choice.rates import (
     FleetMeter,
     PrefillVisit,
     StreamVisit,
-    UsualRates,
 )
 from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
 from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
@@ -62,11 +61,11 @@ CHOICES = (
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
 _MOST_REQUESTS = 1_000_000  # at one engine, as its metrics may say
-_RECHECK_SECONDS = 60.0  # after which an engine without metrics is asked again
-_SAMPLE = re.compile(rb"vllm:(\w+?)(?:\{(.*)\})? ([0-9.eE+-]+)")
-_SAMPLES = (
-    *(b"num_requests_running", b"num_requests_waiting"),
-    *(b"kv_cache_usage_perc", b"cache_config_info"),
+# Name, labels and value of the samples that count. The pattern begins with fixed bytes, so that
+# other lines, which are hundreds, are passed over in C: else no stream would move for 0.5 ms.
+_SAMPLE = re.compile(
+    rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|cache_config_info)"
+    rb"(?:\{(.*)\})? ([0-9.eE+-]+)(?![^\n])"
 )
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
 # Between two looks at what engines cost. Not for each request, which would pay for all engines; not
@@ -80,13 +79,7 @@ _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
 class Placer:
     """The view, the rates and the choice of one router."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        config: RouterConfig,
-        registry: CollectorRegistry,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, fleet: Fleet, config: RouterConfig, registry: CollectorRegistry) -> None:
         """Raises DescriptionError if there is no tokenizer where one was named."""
         self.by_cost = config.place == "cost"
         self.index = CacheIndex(config.limits.max_index_blocks)
@@ -104,9 +97,8 @@ class Placer:
             fleet.transport, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
         )
         self._fleet, self._limits = fleet, config.limits
-        self._random = Random(seed)
+        self._random = Random()
         self._followers: dict[str, _Follower] = {}
-        self._no_metrics_until: dict[str, float] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         fleet.on_change(self._changed)
@@ -131,9 +123,7 @@ class Placer:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.prompts.close()
 
-    async def look(
-        self, path: str, body: bytes, headers: Headers, wanted: Generation
-    ) -> RequestWay:
+    async def look(self, path: str, headers: Headers, wanted: Generation) -> RequestWay:
         """One request's placement, with its tokens if these are to be had."""
         chain: PromptChain | None = None
         if self.by_cost and (asked := self._any_engine()) is not None:
@@ -141,8 +131,8 @@ class Placer:
             if isinstance(found, AskedPrompt):
                 found = await self.prompts.chain(asked.url, found, headers)
             chain = found
-        most = wanted.max_tokens()
-        return RequestWay(self, chain, len(body), self.meters.output_tokens(most), wanted.streamed)
+        output_tokens = self.meters.output_tokens(wanted.max_tokens())
+        return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
     def views(self) -> list[EngineView]:
         """All engines, as the choice sees them now."""
@@ -150,23 +140,23 @@ class Placer:
         if now - self._usual_at > _RATES_SECONDS:
             self._usual, self._usual_at = self.meters.usual(), now
         usual, pooled = self._usual, self.index.pooled()
-        return [self._view(e, usual, e.url in pooled) for e in self._fleet.engines]
-
-    def _view(self, engine: UpstreamEngine, usual: UsualRates, pooled: bool) -> EngineView:
-        view = self.meters.view(
-            engine.url,
-            engine.roles,
-            up=engine.room > 0,
-            draining=engine.draining is not None,
-            pooled=pooled,
-            usual=usual,
-        )
-        weight = engine.spec.weight
-        if weight == 1.0:
-            return view
-        # Its share of requests: a light engine seems busier than it is, a heavy one less.
-        work, running = round(view.waiting_tokens / weight), round(view.running / weight)
-        return msgspec.structs.replace(view, waiting_tokens=work, running=running)
+        views = []
+        for engine in self._fleet.engines:
+            view = self.meters.view(
+                engine.url,
+                engine.roles,
+                up=engine.room > 0,
+                draining=engine.draining is not None,
+                pooled=engine.url in pooled,
+                usual=usual,
+            )
+            weight = engine.spec.weight
+            if weight != 1.0:
+                # Its share of requests: a light engine seems busier than it is, a heavy one less.
+                work, running = round(view.waiting_tokens / weight), round(view.running / weight)
+                view = msgspec.structs.replace(view, waiting_tokens=work, running=running)
+            views.append(view)
+        return views
 
     def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
         return place(prompt, views, self._random)
@@ -190,13 +180,11 @@ class Placer:
             self.index.remove(engine.url)
             self.prompts.forget(engine.url)
             self.meters.keep(e.url for e in self._fleet.engines)
-            self._no_metrics_until.pop(engine.url, None)
         elif change.kind == "up":
             if self._fleet.get(engine.url) is not engine:
                 return  # it was removed while it was asked
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
-            self._no_metrics_until.pop(engine.url, None)
             if follower is not None:
                 follower.streams.restarted()
             else:
@@ -213,9 +201,8 @@ class Placer:
         self._unfollow(spec.url)
         if source is not None:
             streams = EventStreams(self.index, spec.url, source)
-            self._followers[spec.url] = _Follower(
-                source, streams, asyncio.create_task(streams.run())
-            )
+            task = asyncio.create_task(streams.run())
+            self._followers[spec.url] = _Follower(source, streams, task)
 
     def _unfollow(self, url: str) -> None:
         follower = self._followers.pop(url, None)
@@ -237,8 +224,7 @@ class Placer:
             while True:
                 engines = self._fleet.engines
                 for engine in engines:
-                    now = time.monotonic()
-                    if engine.up and self._no_metrics_until.get(engine.url, 0.0) <= now:
+                    if engine.up:
                         group.create_task(self._ask_metrics(engine))
                     await asyncio.sleep(self._limits.metrics_seconds / len(engines))
                 if not engines:
@@ -257,8 +243,6 @@ class Placer:
             return
         if found is not None:
             self.meter(engine.url).told(found)
-        elif self._fleet.get(engine.url) is engine:  # else it was removed meanwhile
-            self._no_metrics_until[engine.url] = time.monotonic() + _RECHECK_SECONDS
 
 
 class RequestWay:
@@ -481,25 +465,12 @@ def _number(text: bytes, most: float) -> float:
         return 0.0
 
 
-def _samples(text: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Name, labels and value of the samples that count. Other lines, which are hundreds, are passed
-    over in C: a regular expression takes 0.8 ms for all lines, in which no stream moves."""
-    for name in _SAMPLES:
-        at = -1
-        while (at := text.find(b"vllm:" + name, at + 1)) >= 0:
-            end = text.find(b"\n", at)
-            line = text[at : end if end >= 0 else len(text)]
-            begins = at == 0 or text[at - 1 : at] == b"\n"
-            if begins and (found := _SAMPLE.fullmatch(line)) and found[1] == name:
-                yield found[1], found[2] or b"", found[3]
-
-
 def read_metrics(text: bytes) -> EngineMetrics | None:
     """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
     sums: Counter[bytes] = Counter()
     usage: list[float] = []
     cache_tokens = 0
-    for name, labels, value in _samples(text):
+    for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
             sums[name] += round(_number(value, _MOST_REQUESTS))
         elif name == b"kv_cache_usage_perc":

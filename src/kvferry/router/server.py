@@ -88,36 +88,28 @@ class Listen:
 class RouterServer(uvicorn.Server):
     """uvicorn's server, on sockets that can be taken over and handed over."""
 
-    def __init__(
-        self,
-        settings: uvicorn.Config,
-        listen: Listen,
-        draining: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`draining` is called when the router begins to drain."""
+    def __init__(self, settings: uvicorn.Config, listen: Listen) -> None:
         super().__init__(settings)
         self._listen = listen
-        self._draining = draining
         self._door: _Door | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         listen, taken = self._listen, None
-        door_path = None if listen.port == 0 else _door_path(listen.host, listen.port)
-        if listen.take_over and door_path is not None:
-            taken = await asyncio.to_thread(_take_over, door_path)
+        if listen.take_over and listen.port:
+            taken = await asyncio.to_thread(_take_over, listen)
         try:
             mine = taken.sockets if taken else _bind(listen.host, listen.port)
         except OSError as error:
             log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
             sys.exit(STARTUP_FAILURE)
-        # What the log does not show is not looked up for each line (logging HOWTO, "Optimization").
-        logging._srcfile = None
-        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         await super().startup(sockets=mine)
         port = mine[0].getsockname()[1]
-        self._door = _Door.open(door_path or _door_path(listen.host, port), mine, self._leave)
+        try:
+            self._door = _Door(_door_path(listen.host, port), mine, self._leave)
+        except (OSError, DescriptionError) as error:
+            log.warning("this router cannot hand its port over: %s", error)
         if taken:
-            await asyncio.to_thread(taken.ready)
+            taken.say_ready()
         scheme = "http" if listen.tls_cert is None else "https"
         log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
 
@@ -126,14 +118,13 @@ class RouterServer(uvicorn.Server):
             self._door.close()
         for server in self.servers:
             server.close()
-        self._draining()
+        connections: set[ClientConnection] = self.server_state.connections  # type: ignore[assignment]
+        for connection in connections:
+            connection.drain()
         end = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < end and any(c.idle for c in self._connections()):
+        while time.monotonic() < end and any(c.idle for c in connections):
             await asyncio.sleep(_POLL_SECONDS)
         await super().shutdown(sockets)
-
-    def _connections(self) -> list[ClientConnection]:
-        return list(self.server_state.connections)  # type: ignore[arg-type]
 
     def _leave(self) -> None:
         log.info("another router has the port now; this one drains")
@@ -161,14 +152,9 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 # Handing over
 
 
-def _door_path(host: str, port: int) -> Path | None:
-    """Where the router with this port can be asked for it; None if there is no such place."""
-    try:
-        folder = runtime_directory()
-    except DescriptionError as error:
-        log.warning("this router cannot hand its port over: %s", error)
-        return None
-    return folder / f"router-{host.replace('/', '_') or '*'}-{port}"
+def _door_path(host: str, port: int) -> Path:
+    """Where the router with this port can be asked for it. Raises DescriptionError."""
+    return runtime_directory() / f"router-{host.replace('/', '_') or '*'}-{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +164,7 @@ class _Taken:
     sockets: list[socket.socket]
     door: socket.socket
 
-    def ready(self) -> None:
+    def say_ready(self) -> None:
         """Tell the other router that this one accepts connections now."""
         with self.door:
             try:
@@ -187,12 +173,12 @@ class _Taken:
                 log.warning("the other router did not hear that this one is ready: %s", error)
 
 
-def _take_over(path: Path) -> _Taken | None:
-    """Ask the router at `path` for its sockets; None if there is none. Called on a thread."""
+def _take_over(listen: Listen) -> _Taken | None:
+    """Ask the router with this port for its sockets; None if there is none. Called on a thread."""
     door = socket.socket(socket.AF_UNIX)
     door.settimeout(_HAND_OVER_SECONDS)
     try:
-        door.connect(str(path))
+        door.connect(str(_door_path(listen.host, listen.port)))
         _require_this_user(door)
         said, numbers, _, _ = socket.recv_fds(door, 64, _MAX_SOCKETS)
         taken = [socket.socket(fileno=number) for number in numbers]
@@ -200,50 +186,36 @@ def _take_over(path: Path) -> _Taken | None:
             for sock in taken:
                 sock.close()
             raise OSError(f"it said {said!r:.60}, with {len(taken)} sockets")
-    except OSError as error:
+    except (OSError, DescriptionError) as error:
         door.close()
         log.warning("there is no router to take over from, this one listens by itself: %s", error)
         return None
-    log.info("taking over from the router at %s", path)
+    log.info("taking over from the router at port %d", listen.port)
     return _Taken(taken, door)
 
 
 class _Door:
-    """The Unix socket at which a router hands its sockets over."""
+    """The Unix socket at which a router hands its sockets over, in place of an older one."""
 
-    def __init__(self, path: Path, door: socket.socket) -> None:
+    def __init__(self, path: Path, mine: list[socket.socket], leave: Callable[[], None]) -> None:
+        """`leave` is called when another router has them. Raises OSError."""
         self._path = path
-        self._door = door
-        self._inode = path.stat().st_ino
-        self._task: asyncio.Task[None] | None = None
-
-    @classmethod
-    def open(
-        cls, path: Path | None, mine: list[socket.socket], leave: Callable[[], None]
-    ) -> _Door | None:
-        """Open it at `path`, in place of an older one. None, with a warning, if that fails."""
-        if path is None:
-            return None
-        _sweep(path.parent)
-        door = socket.socket(socket.AF_UNIX)
+        self._door = socket.socket(socket.AF_UNIX)
         part = path.with_name(f".{secrets.token_hex(4)}")
         try:
-            door.bind(str(part))  # the directory is this user's alone
-            door.listen(4)
-            door.setblocking(False)
+            self._door.bind(str(part))  # the directory is this user's alone
+            self._door.listen(4)
+            self._door.setblocking(False)
             part.rename(path)
-            made = cls(path, door)
-        except OSError as error:
-            door.close()
+        except OSError:
+            self._door.close()
             part.unlink(missing_ok=True)
-            log.warning("this router cannot hand its port over: %s: %s", path, error)
-            return None
-        made._task = asyncio.create_task(made._serve(mine, leave))
-        return made
+            raise
+        self._inode = path.stat().st_ino
+        self._task = asyncio.create_task(self._serve(mine, leave))
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
         self._door.close()
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:  # not the next router's
@@ -268,20 +240,6 @@ class _Door:
                 return
 
 
-def _sweep(folder: Path) -> None:
-    """Remove the doors of routers that were killed."""
-    for path in folder.glob("router-*"):
-        # A socket of another kind disturbs nobody: a living door refuses its kind, a dead one any.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe,
-        ):
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-
-
 def _require_this_user(other: socket.socket) -> None:
     credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
@@ -298,10 +256,10 @@ class TlsConnection(ClientConnection):
     context: ssl.SSLContext
     handshake_seconds: float
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._handshake: asyncio.Task[None] | None = None
-        self._early: list[bytes] = []
+        self._early: list[bytes] | None = []  # came with the end of the handshake; None: it is over
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.admit(transport)
@@ -311,9 +269,9 @@ class TlsConnection(ClientConnection):
         self._handshake = self.loop.create_task(self._shake_hands(self.transport))
 
     def data_received(self, data: bytes) -> None:
-        if self.secure:
+        if self._early is None:
             super().data_received(data)
-        else:  # came with the end of the handshake
+        else:
             self._early.append(data)
 
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
@@ -333,6 +291,6 @@ class TlsConnection(ClientConnection):
             return
         self.transport = made
         self.opened()
-        for data in self._early:
+        early, self._early = self._early or [], None
+        for data in early:
             self.data_received(data)
-        self._early.clear()

@@ -4,18 +4,10 @@
 Off, unless a standard variable names a collector (`ENDPOINTS`). Off, nothing of OpenTelemetry is
 imported, a request carries None, and a client's `traceparent` reaches the engines as it came.
 
-On, every request of the API is one span. Its parts are children, one after the other:
-
-    POST /v1/completions   until the last byte of the answer; it has the decision's figures
-      place                the prompt's tokens, and which engines hold them
-      wait                 for a decode engine with room, where none has any
-      prefill              at a prefill engine
-      decode               at a decode engine, until the first bytes of a stream
-      stream               until the stream's end
-
-The request's parent is the client's span. An engine gets the `traceparent` of the part in which it
-is asked, so that its own spans lie below that part. If an engine fails, its part ends with an
-error, and the next try is another part.
+On, every request of the API is one span, and its parts are children, one after the other
+(docs/operating.md, "Traces"). The request's parent is the client's span. An engine gets the
+`traceparent` of the part in which it is asked, so that its own spans lie below that part. If an
+engine fails, its part ends with an error, and the next try is another part.
 
 A thread of the SDK sends spans in batches. While the collector is slow or away, spans are dropped.
 No request waits for it.
@@ -23,13 +15,12 @@ No request waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import install_command
@@ -42,10 +33,8 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 # Headers of W3C's trace context, which each hop writes anew.
 _CONTEXT = (b"traceparent", b"tracestate")
-_ASKS_AN_ENGINE = ("prefill", "decode")
 _WELL = ("ok", "client_error", "unauthorized", "busy", "client_gone")  # `flow.OUTCOMES`
 _CLOSE_SECONDS = 3.0  # for the last spans to reach the collector when the router stops
-_POLL_SECONDS = 0.02
 
 
 class RouterSpans:
@@ -77,18 +66,11 @@ class RouterSpans:
         log.info("traces go to the collector that %s names", named)  # it may hold a password
         return made
 
-    def request(self, method: str, path: str, request_id: bytes, headers: Headers) -> RequestSpans:
-        """A request has come."""
-        return RequestSpans(self, method, path, request_id.decode(), headers)
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Send what is left. A collector that does not answer is given up."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
-        for _ in range(round(_CLOSE_SECONDS / _POLL_SECONDS)):
-            if not thread.is_alive():
-                return
-            await asyncio.sleep(_POLL_SECONDS)
+        thread.join(_CLOSE_SECONDS)
 
 
 class RequestSpans:
@@ -122,7 +104,7 @@ class RequestSpans:
         self._part = self._router.tracer.start_span(
             name,
             context=set_span_in_context(self._span),
-            kind=SpanKind.CLIENT if name in _ASKS_AN_ENGINE else SpanKind.INTERNAL,
+            kind=SpanKind.CLIENT if engine else SpanKind.INTERNAL,
             attributes={"server.address": engine} if engine else None,
         )
 
@@ -151,15 +133,15 @@ class RequestSpans:
         self._span.end()
 
 
-@asynccontextmanager
-async def sending() -> AsyncIterator[RouterSpans | None]:
+@contextmanager
+def sending() -> Iterator[RouterSpans | None]:
     """The spans of a router, until it stops."""
     spans = RouterSpans.from_environment()
     try:
         yield spans
     finally:
         if spans is not None:
-            await spans.close()
+            spans.close()
 
 
 def _figures(placed: Placed | None) -> dict[str, Any]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page: what the router knows now (`live`), and how it is served (`serve`)."""
+"""The live page: what the router knows now, and the HTML that shows it."""

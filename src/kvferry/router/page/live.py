@@ -10,7 +10,12 @@ The event loop feeds `LiveState` while it serves requests:
 
 Once a second `look` compares the engines with what they were. That gives the list of changes, the
 problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
-second for any number of readers. `page` serves it.
+second for any number of readers. `LivePage` serves it at /live, and within the page at /;
+`LiveStream` as server-sent events, once a second. No viewer has a queue: one that reads slowly
+misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
+
+The page is one file. Its policy allows its own style and script by their hashes, a connection back
+to the router, and nothing else. Texts of clients and engines become text nodes, never HTML.
 
 Everything is bounded: decisions and changes by number, counts by a window of time and a number of
 keys, latencies by both. A client chooses its request id, and an engine what its failure says: both
@@ -20,18 +25,25 @@ are cut here, and shown as text only.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
 import math
+import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.choice.model import PARTS, Decision
+from kvferry.router.clients import ClientRequest, not_served
+from kvferry.router.guard import Quota
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +62,12 @@ _LATENCIES = 2048  # of all engines together; sorting them takes 0.3 ms, once a 
 _LATENCIES_EACH = 256
 _POINT_SECONDS = 5.0  # a point of the curves; 120 of them are ten minutes
 _POINTS = 120
-_FLAPS = 3  # times down within the changes that are kept, and within _FLAP_SECONDS
-_FLAP_SECONDS = 600.0
-# First tokens count as slow when the last minute's median is this many times that of the points
-# before, and this many seconds. Fewer answers than this say nothing.
-_SLOW_TIMES, _SLOW_SECONDS, _SLOW_ANSWERS = 3.0, 0.5, 20
 _FAILED = ("engine_error", "unavailable", "deadline", "broken_stream", "stopped", "internal")
+
+_VIEWER_SECONDS = 10.0
+_RETRY_SECONDS = 10.0  # after a refusal; viewers stay long
+_SOURCE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+_STATE_MARK = "<!--state-->"
 
 K = TypeVar("K")
 Severity = Literal["critical", "warning", "note"]
@@ -91,15 +103,12 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The router at this moment. The counts are since its start."""
+    """The router at this moment."""
 
     engines: Sequence[EngineNow]
     in_flight: int
     most_in_flight: int
     waiting: int  # requests that wait for a decode engine
-    requests: Mapping[str, int]  # by outcome
-    retries: Mapping[str, int]
-    fallbacks: Mapping[str, int]
     problems: Mapping[str, str] = {}  # warnings of other parts: a key, and what is wrong
 
 
@@ -118,12 +127,9 @@ class Placed:
     answered: bool = False
     actual_ms: float | None = None
     outcome: str | None = None  # None: in flight
-    _options: list[dict[str, object]] | None = None
 
     def shown(self) -> dict[str, object]:
         chosen = self.decision.chosen
-        if self._options is None:  # most decisions are never shown
-            self._options = _options(self.decision)
         return {
             "number": self.number,
             "time": self.time,
@@ -136,13 +142,8 @@ class Placed:
             "actual_ms": self.actual_ms,
             "outcome": self.outcome,
             "why": _cut(self.decision.why),
-            "options": self._options,
+            "options": _options(self.decision),
         }
-
-
-class Flow(NamedTuple):
-    source: str  # an engine's URL, CLIENTS or POOL
-    target: str
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -168,16 +169,13 @@ class Failure(msgspec.Struct, frozen=True):
     trail: str  # what the router did for it
 
 
-class Point(msgspec.Struct, frozen=True):
+class Point(msgspec.Struct):
     """Five seconds of the curves."""
 
-    time: float  # of its end
-    requests: int  # that ended
-    failed: int
-    answers: int  # whose first token was timed
-    p50: float | None  # milliseconds to the first token
-    p99: float | None
-    hit_rate: float | None
+    requests: int = 0  # that ended
+    failed: int = 0
+    p50: float | None = None  # milliseconds to the first token
+    p99: float | None = None
 
 
 class LiveState:
@@ -195,8 +193,9 @@ class LiveState:
         self._begun = wall()
         self._number = 0
         self._decisions: deque[Placed] = deque(maxlen=_DECISIONS)
-        self._flow_requests = SlidingCounts[Flow](_FLOW_SECONDS, clock)
-        self._flow_tokens = SlidingCounts[Flow](_FLOW_SECONDS, clock)
+        # By source (an engine's URL, CLIENTS or POOL) and target.
+        self._flow_requests = SlidingCounts[tuple[str, str]](_FLOW_SECONDS, clock)
+        self._flow_tokens = SlidingCounts[tuple[str, str]](_FLOW_SECONDS, clock)
         self._outcomes = SlidingCounts[str](_FLOW_SECONDS, clock)
         self._hits = SlidingCounts[str](_HIT_SECONDS, clock)
         self._engine_tokens = SlidingCounts[str](_HIT_SECONDS, clock)  # computed, or cached there
@@ -209,7 +208,8 @@ class LiveState:
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
         self._failed: deque[Failure] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
-        self._point = _NewPoint(clock())
+        self._point, self._point_begun = Point(), clock()  # the one that is being gathered
+        self._point_times: deque[float] = deque(maxlen=_LATENCIES)
         self._engines: dict[str, EngineNow] | None = None  # at the last look
         self._problems: dict[str, Problem] = {}
         self._snapshot = b""
@@ -261,7 +261,7 @@ class LiveState:
         if first_token_seconds is not None:
             placed.actual_ms = _ms(first_token_seconds)
             self._first_tokens.add(first_token_seconds)
-            self._point.first_tokens.append(first_token_seconds)
+            self._point_times.append(first_token_seconds)
             for url in {decode, prefill} - {None}:
                 if url in self._by_engine:  # else it was removed
                     self._by_engine[url].add(first_token_seconds)
@@ -277,15 +277,13 @@ class LiveState:
         self._hits.add("none", placed.tokens - cached)
         self._engine_tokens.add(computer, placed.tokens)
         self._engine_cached.add(computer, cached)
-        self._point.tokens += placed.tokens
-        self._point.cached += cached
 
     def ended(
         self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
     ) -> None:
         """A request ended, whether it was placed or not. `trail`: what was done for it."""
         self._outcomes.add(outcome, 1)
-        self._point.ended += 1
+        self._point.requests += 1
         if outcome in _FAILED:
             self._point.failed += 1
             told = _cut("; ".join(trail))
@@ -325,7 +323,12 @@ class LiveState:
             for url in engines
         }
         self._engines = engines
-        self._draw_point(wall)
+        if self._clock() - self._point_begun >= _POINT_SECONDS:
+            ordered = sorted(self._point_times)
+            self._point.p50, self._point.p99 = (percentile_ms(ordered, p) for p in (50, 99))
+            self._points.append(self._point)
+            self._point, self._point_begun = Point(), self._clock()
+            self._point_times.clear()
         self._update_problems(now, wall)
         if self.watched:
             self.snapshot()
@@ -338,9 +341,6 @@ class LiveState:
             self._snapshot = msgspec.json.encode(self._all())
             self._snapshot_at = self._clock()
         return self._snapshot
-
-    def now(self) -> RouterNow:
-        return self._now()
 
     def problems(self) -> list[Problem]:
         """The worst first, of equal ones the latest first."""
@@ -355,8 +355,8 @@ class LiveState:
         return "degraded" if "warning" in severities else "ok"
 
     def _flow(self, source: str, target: str, tokens: int) -> None:
-        self._flow_requests.add(Flow(source, target), 1)
-        self._flow_tokens.add(Flow(source, target), tokens)
+        self._flow_requests.add((source, target), 1)
+        self._flow_tokens.add((source, target), tokens)
 
     async def _keep_looking(self) -> None:
         while True:
@@ -366,18 +366,8 @@ class LiveState:
             except Exception:  # without looks, the page would stand still and not say why
                 log.exception("the router's page could not be brought up to date")
 
-    def _draw_point(self, wall: float) -> None:
-        if self._clock() - self._point.begun >= _POINT_SECONDS:
-            self._points.append(self._point.shown(wall))
-            self._point = _NewPoint(self._clock())
-
     def _update_problems(self, now: RouterNow, wall: float) -> None:
-        found = {
-            **engine_problems(now, wall),
-            **request_problems(self._outcomes.totals(), now),
-            **_flapping(self._changes, wall),
-            **_slow(self._points),
-        }
+        found = engine_problems(now, wall) | request_problems(self._outcomes.totals(), now)
         for key, problem in found.items():
             old = self._problems.get(key)
             since = old.since if old is not None else problem.since or wall
@@ -401,8 +391,8 @@ class LiveState:
             "engines": [self._engine(engine) for engine in now.engines],
             "flows": [
                 {
-                    "from": flow.source,
-                    "to": flow.target,
+                    "from": flow[0],
+                    "to": flow[1],
                     "requests_per_minute": requests[flow] * per_minute,
                     "tokens_per_minute": tokens[flow] * per_minute,
                 }
@@ -416,11 +406,6 @@ class LiveState:
             "outcomes": (outcomes := dict(self._outcomes.totals())),  # of the last minute
             "failed": sum(outcomes.get(name, 0) for name in _FAILED),
             "points": list(self._points),
-            "counts": {
-                "requests": dict(now.requests),
-                "retries": dict(now.retries),
-                "fallbacks": dict(now.fallbacks),
-            },
             "failures": list(reversed(self._failed)),
             "decisions": [placed.shown() for placed in reversed(self._decisions)],
         }
@@ -530,46 +515,6 @@ def changes(
     return found
 
 
-def _flapping(seen: Iterable[Change], wall: float) -> dict[str, Problem]:
-    downs: dict[str, list[float]] = {}
-    for change in seen:
-        if change.what.startswith("down") and wall - change.time <= _FLAP_SECONDS:
-            downs.setdefault(change.where, []).append(change.time)
-    return {
-        f"flaps {url}": Problem(
-            "warning", url, f"Went down {len(times)} times in ten minutes.", times[0]
-        )
-        for url, times in downs.items()
-        if len(times) >= _FLAPS
-    }
-
-
-def _slow(points: Iterable[Point]) -> dict[str, Problem]:
-    """First tokens of the last minute that take much longer than those before."""
-    minute = round(60 / _POINT_SECONDS)
-    seen = list(points)
-    before, last = _median(seen[:-minute]), _median(seen[-minute:])
-    if before is None or last is None:
-        return {}
-    if last < _SLOW_SECONDS * 1000 or last < _SLOW_TIMES * before:
-        return {}
-    what = f"First tokens take {last / 1000:.1f} s, {last / before:.0f} times the usual."
-    return {"slow": Problem("warning", "", what)}
-
-
-def _median(points: Iterable[Point]) -> float | None:
-    """The median of the points' medians by their answers; None if too few answers came."""
-    known = sorted((point.p50, point.answers) for point in points if point.p50 is not None)
-    left = sum(answers for _, answers in known) / 2
-    if 2 * left < _SLOW_ANSWERS:
-        return None
-    for value, answers in known:
-        left -= answers
-        if left <= 0:
-            return value
-    return None
-
-
 # Bounded memories
 
 
@@ -635,27 +580,6 @@ def percentile_ms(ordered: Sequence[float], share: int) -> float | None:
     return _ms(ordered[math.ceil(len(ordered) * share / 100) - 1])
 
 
-class _NewPoint:
-    """The point of the curves that is being gathered."""
-
-    def __init__(self, begun: float) -> None:
-        self.begun = begun
-        self.ended = self.failed = self.tokens = self.cached = 0
-        self.first_tokens: deque[float] = deque(maxlen=_LATENCIES)
-
-    def shown(self, wall: float) -> Point:
-        ordered = sorted(self.first_tokens)
-        return Point(
-            time=wall,
-            requests=self.ended,
-            failed=self.failed,
-            answers=len(ordered),
-            p50=percentile_ms(ordered, 50),
-            p99=percentile_ms(ordered, 99),
-            hit_rate=self.cached / self.tokens if self.tokens else None,
-        )
-
-
 def _options(decision: Decision) -> list[dict[str, object]]:
     """The cheapest options, and the chosen one if it is none of them."""
     options = list(decision.options[:_OPTIONS])
@@ -685,3 +609,98 @@ def _ms(seconds: float) -> float | None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+
+
+# Serving it
+
+
+class LivePage:
+    """The pages / and /live of one router."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+
+    async def state(self, request: ClientRequest) -> Answer:
+        kind = (b"content-type", b"application/json")
+        return Answer(200, [*_HEADERS, kind], self._live.snapshot())
+
+    async def page(self, request: ClientRequest) -> Answer:
+        html = _SOURCE.replace(_STATE_MARK, _inside_html(self._live.snapshot()))
+        kind = (b"content-type", b"text/html; charset=utf-8")
+        policy = (b"content-security-policy", _POLICY.encode())
+        return Answer(200, [*_HEADERS, kind, policy], html.encode())
+
+
+class LiveStream:
+    """The route /live/stream."""
+
+    def __init__(self, live: LiveState, limits: Limits) -> None:
+        self._live = live
+        self._viewers = Quota(limits.max_viewers, limits.address_share)
+
+    async def serve(self, request: ClientRequest) -> None:
+        if request.head.method != "GET":
+            request.answer(not_served(405, request).answer)
+            return
+        viewers = ("viewers of the page", "too_many_viewers", _RETRY_SECONDS)
+        try:
+            with self._viewers.place(request.address, *viewers):
+                await self._show(request)
+        except ApiError as error:
+            request.answer(error.answer)
+
+    async def _show(self, request: ClientRequest) -> None:
+        """Send each new state, until the viewer is gone, which cancels this."""
+        self._live.watched += 1
+        try:
+            events = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+            request.begin(200, [*_HEADERS, *events])
+            while True:
+                published = self._live.published
+                request.write(b"data: %s\n\n" % self._live.snapshot())
+                async with asyncio.timeout(_VIEWER_SECONDS):
+                    await request.drained()
+                await published.wait()
+        except TimeoutError:
+            seconds = _VIEWER_SECONDS
+            log.info("a viewer of the page at %s took nothing for %g s", request.address, seconds)
+            request.abort()
+        finally:
+            self._live.watched -= 1
+
+
+def _hash_of(tag: str) -> str:
+    """The content-security-policy's name of the page's only style or script."""
+    found = re.search(rf"<{tag}>(.*?)</{tag}>", _SOURCE, re.DOTALL)
+    assert found is not None
+    digest = hashlib.sha256(found[1].encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"style-src {_hash_of('style')}",
+        f"script-src {_hash_of('script')}",
+        "connect-src 'self'",
+        "require-trusted-types-for 'script'",  # the browser refuses any text as HTML
+        "trusted-types 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS: Headers = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+
+
+def _inside_html(json: bytes) -> str:
+    """JSON that ends no element; it stays the same JSON, because these stand in strings only."""
+    text = json.decode()
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
