@@ -86,10 +86,10 @@ class Threads:
             else:
                 self._enqueue(lane, work)
 
-    def call(self, function: Callable[[], T]) -> Call[T]:
+    def call(self, function: Callable[[], T], lane: str = "") -> Call[T]:
         """The same for a function whose result is wanted."""
         call = Call(function)
-        self.submit(call)
+        self.submit(call, lane)
         return call
 
     @property

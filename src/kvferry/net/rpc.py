@@ -246,15 +246,11 @@ class Caller(SocketThread):
             self._end_calls([call], _not_sent(call, error))
 
     def _look_up(self, host: str, call: _Call) -> None:
-        """Ask for a lookup of the host's name, or join the lookup that is under way."""
-        waiting = self._unresolved.get(call.address)
-        if waiting is None or not waiting.done():
-            # asking again extends the lookup's deadline
-            answer = self._sockets.names.ask(host, call.deadline)
-            if waiting is None:
-                self._unresolved[call.address] = answer
-                resolved = partial(self._resolved, call.address)
-                answer.add_done_callback(lambda found: self.submit(partial(resolved, found)))
+        """Ask for a lookup of the host's name, unless one is under way."""
+        if call.address not in self._unresolved:
+            answer = self._unresolved[call.address] = self._sockets.names.ask(host)
+            resolved = partial(self._resolved, call.address)
+            answer.add_done_callback(lambda found: self.submit(partial(resolved, found)))
 
     def _resolved(self, address: str, found: Future[tuple[str, ...]]) -> None:
         if self._unresolved.get(address) is not found:
@@ -349,7 +345,9 @@ class Caller(SocketThread):
         # close lines that never connected and that no call waits for: they cost descriptors
         waited_for = {call.address for call in self._calls.values()}
         for address in {call.address for call in late} - waited_for:
-            self._unresolved.pop(address, None)
+            lookup = self._unresolved.pop(address, None)
+            if lookup is not None:
+                lookup.cancel()
             line = self._lines.get(address)
             if line is not None and not line.greeted:
                 self._hang_up(line)
