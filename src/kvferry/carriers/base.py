@@ -42,15 +42,17 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.copies import Copies, Ints
-from kvferry.errors import OutOfBounds, TransferError
+from kvferry.errors import OutOfBounds, ProtocolError, TransferError
 
 Bytes = NDArray[np.uint8]
+T = TypeVar("T")
 GRANT_BYTES = 16
 
 
@@ -183,6 +185,17 @@ class StagedMemory(Memory, Protocol):
 
 def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
     return memory.is_staged
+
+
+def decode_endpoint(decoder: msgspec.msgpack.Decoder[T], raw: bytes, carrier: str) -> T:
+    """A peer's endpoint of that carrier, with the types that `decoder` knows.
+
+    Decoders are made when their modules are imported: their first use is on many threads.
+    """
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"this is not the endpoint of a {carrier} carrier: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

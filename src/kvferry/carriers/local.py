@@ -31,7 +31,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -44,12 +44,12 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    decode_endpoint,
     require_all,
     slices,
 )
 from kvferry.carriers.host import HostMemory
-from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
-from kvferry.carriers.tcp.client import TcpPeer
+from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier, TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, Ints
@@ -77,7 +77,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     A peer's word, until the owner has vouched for it.
     """
 
-    carrier: str
+    carrier: Literal["local"]
     boot: str
     pid_namespace: str
     pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
@@ -90,16 +90,10 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, raw: bytes) -> LocalEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
-        if endpoint.carrier != "local":
-            raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
-        return endpoint
+        return decode_endpoint(_endpoints, raw, "local")
 
 
-_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)
 
 
 class LocalPeer:
@@ -259,11 +253,11 @@ class LocalCarrier(Carrier):
             )
         try:
             owner = ask(endpoint.voucher, raw, deadline)
-            if owner.is_this_process:
+            if owner == os.getpid():
                 return "the peer is a carrier of this very process"
-            if owner.pid != endpoint.pid:
+            if owner != endpoint.pid:
                 raise ProtocolError(
-                    f"an endpoint of process {owner.pid} names the memory of {endpoint.pid}"
+                    f"an endpoint of process {owner} names the memory of {endpoint.pid}"
                 )
             peer.require_alive()
             peer.require_reachable()

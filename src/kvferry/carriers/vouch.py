@@ -31,7 +31,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, PermissionDenied, ProtocolError
 from kvferry.net.guests import Guest, GuestServer
@@ -53,19 +52,8 @@ class Unreachable(PermissionDenied):
     """No process of this user answers there: there may be another way to the peer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that vouched for an endpoint."""
-
-    pid: int
-
-    @property
-    def is_this_process(self) -> bool:
-        return self.pid == os.getpid()
-
-
-def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
-    """The process that made this endpoint, by the kernel's word.
+def ask(name: str, endpoint: bytes, deadline: float) -> int:
+    """The pid of the process that made this endpoint, by the kernel's word.
 
     `Unreachable` where none of this user's answers, `PeerLost` where it does not know the endpoint.
     """
@@ -100,7 +88,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
             ) from None
     if answer != YES:
         raise PeerLost(
-            f"process {owner.pid} is not the peer any more: it has no open carrier with this "
+            f"process {owner} is not the peer any more: it has no open carrier with this "
             "endpoint. Ask for its new endpoint"
         )
     return owner
@@ -193,8 +181,8 @@ def _sweep() -> None:
                 path.unlink(missing_ok=True)
 
 
-def _other_end(sock: socket.socket) -> tuple[Owner, int]:
-    """The process at the other end and its user, as the kernel knows them."""
+def _other_end(sock: socket.socket) -> tuple[int, int]:
+    """The pid at the other end and its user, as the kernel knows them."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(raw)
-    return Owner(pid), uid
+    return pid, uid

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,7 @@ from kvferry.carriers.base import (
     MemoryRegion,
     Transfer,
     TransferState,
+    decode_endpoint,
 )
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import (
@@ -161,8 +162,8 @@ class CudaCarrier(Carrier):
             )
         self._reach.require(found.host)
         owner = ask(found.voucher, endpoint, deadline)
-        if owner.is_this_process != (found.process == this_process()):
-            raise ProtocolError(f"process {owner.pid} vouches for memory that is not its own")
+        if (owner == os.getpid()) != (found.process == this_process()):
+            raise ProtocolError(f"process {owner} vouches for memory that is not its own")
         mine = self._device or device(0)
         pulse = Liveness.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
@@ -280,44 +281,38 @@ def this_process() -> bytes:
 os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
     """Memory that one IPC handle opens."""
 
     base: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
     size: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
-    handle: bytes
+    handle: Annotated[bytes, Meta(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
     gpu: bytes  # its uuid
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Which process this is, how to see that it lives, and what of its memory can be opened."""
 
-    carrier: str
+    carrier: Literal["cuda"]
     boot: str
-    process: bytes  # random: a pid may be another container's too
+    process: Token  # random: a pid may be another container's too
     host: str  # where its pulse is
     pulse_port: Annotated[int, Meta(ge=1, le=65535)]
-    token: bytes
-    incarnation: bytes
+    token: Token
+    incarnation: Token
     allocations: list[Allocation]
     regions: list[tuple[int, int]]
     voucher: str  # the file of the socket at which the owner vouches for all this
 
     @classmethod
     def decode(cls, raw: bytes) -> CudaEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
-        bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
-        named = endpoint.process, endpoint.token, endpoint.incarnation
-        bad |= any(len(name) != TOKEN_BYTES for name in named)
-        if endpoint.carrier != "cuda" or bad:
-            raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
-        return endpoint
+        return decode_endpoint(_endpoints, raw, "cuda")
 
 
-_endpoints = msgspec.msgpack.Decoder(CudaEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(CudaEndpoint)
 
 
 class CudaPeer:

@@ -43,6 +43,7 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    decode_endpoint,
     require_all,
     slices,
 )
@@ -83,19 +84,13 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, raw: bytes, carrier: str) -> LibraryEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
+        endpoint = decode_endpoint(_endpoints, raw, carrier)
         if endpoint.carrier != carrier:
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
         return endpoint
 
-    def table(self) -> RegionTable:
-        return RegionTable.of([MemoryRegion(a, n) for a, n in self.regions])
 
-
-_endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)
 
 
 class LibraryCarrier(Carrier):
@@ -227,7 +222,7 @@ class LibraryCarrier(Carrier):
         self._reach.require(found.host)
         if found.address == self._address():  # it would have us reach our own memory
             raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
-        regions = found.table()
+        regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
         pulse = Liveness.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
