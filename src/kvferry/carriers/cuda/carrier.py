@@ -59,6 +59,7 @@ from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import Cancelled, DeadlineExceeded, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import Admits, Reach
+from kvferry.workers import start_compiler
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +117,8 @@ class CudaCarrier(Carrier):
             if self._device is None:
                 self._device = device(first.ordinal)
                 self._pool = BufferPool(self._device, triton=self._triton)
-                if self._triton is not False:
-                    kernels.warm_aside(self._device)
+                if self._triton is not False and kernels.available():
+                    start_compiler(partial(kernels.warm, self._device), "kvferry-cuda-compile")
             self._places[first.base] = first
         self._regions += regions
         self.memory = Mapped.of(

@@ -42,7 +42,7 @@ from kvferry.carriers.base import (
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
+from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
@@ -395,9 +395,8 @@ class StagingPool:
         else                   the thread waits, `NARROW_AFTER_SECONDS` at most. Then it gets narrow
                                ones, which have little memory, are slower, and are freed after use
 
-    Buffers that could not be made, because the device has no memory left, are not counted. Idle
-    ones beyond `KEPT_BUFFERS` are freed when they have not been used for `LINGER_SECONDS`: freeing
-    waits for the device and making takes milliseconds, so neither is done between two requests.
+    Idle ones beyond `KEPT_BUFFERS` that have not been used for `LINGER_SECONDS` are freed when
+    others are given back: making and freeing them takes milliseconds.
     """
 
     def __init__(self, on: Device) -> None:
@@ -405,7 +404,6 @@ class StagingPool:
         self._changed = threading.Condition()
         self._idle: list[tuple[StagingBuffers, float]] = []  # since when; the newest last
         self._wide = 0  # that exist, or are being made
-        self._sweeper: threading.Timer | None = None
         self._closed = False
 
     @contextlib.contextmanager
@@ -426,11 +424,8 @@ class StagingPool:
         """Free idle buffers, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
-            sweeper, self._sweeper = self._sweeper, None
-            removed = self._removed(0)
-        if sweeper is not None:
-            sweeper.cancel()
-        self._free(removed)
+            unused = self._removed()
+        self._free(unused)
 
     def _take(self) -> StagingBuffers:
         with self._changed:
@@ -445,53 +440,26 @@ class StagingPool:
         try:
             with self._device.current():
                 return StagingBuffers(self._device, width)
-        except BaseException:
-            self._forget(width is WIDE)
+        except BaseException:  # not counted: perhaps the device has no memory left
+            with self._changed:
+                self._wide -= width is WIDE
+                self._changed.notify()
             raise
 
     def _put(self, staging: StagingBuffers) -> None:
-        wide = staging.width is WIDE
-        with self._changed:
-            keep = wide and not self._closed
-            if keep:
+        unused = [staging]
+        if staging.width is WIDE:
+            with self._changed:
                 self._idle.append((staging, time.monotonic()))
                 self._changed.notify()
-                if len(self._idle) > KEPT_BUFFERS and self._sweeper is None:
-                    self._sweep_after(LINGER_SECONDS)
-        if not keep:
-            try:
-                self._free([staging])
-            finally:
-                self._forget(wide)
+                unused = self._removed()
+        self._free(unused)
 
-    def _forget(self, wide: bool) -> None:
-        with self._changed:
-            self._wide -= wide
-            self._changed.notify()
-
-    def _sweep_after(self, seconds: float) -> None:
-        """The lock is held."""
-        self._sweeper = threading.Timer(seconds, self._sweep)
-        self._sweeper.name, self._sweeper.daemon = "kvferry-staging-sweep", True
-        try:
-            self._sweeper.start()
-        except RuntimeError:  # the system has no thread for it: the next one tries again
-            self._sweeper = None
-
-    def _sweep(self) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._sweeper = None
-            old = time.monotonic() - LINGER_SECONDS
-            used = sum(since > old for _, since in self._idle)
-            removed = self._removed(max(KEPT_BUFFERS, used))
-            if len(self._idle) > KEPT_BUFFERS:
-                self._sweep_after(LINGER_SECONDS)
-        self._free(removed)
-
-    def _removed(self, left: int) -> list[StagingBuffers]:
-        """The oldest of the idle buffers, so that so many are left. The lock is held."""
+    def _removed(self) -> list[StagingBuffers]:
+        """The oldest of the idle buffers, without those that are kept. The lock is held."""
+        old = time.monotonic() - LINGER_SECONDS
+        used = sum(since > old for _, since in self._idle)
+        left = 0 if self._closed else max(KEPT_BUFFERS, used)
         count = max(0, len(self._idle) - left)
         removed = [staging for staging, _ in self._idle[:count]]
         del self._idle[:count]
@@ -514,8 +482,11 @@ WHOLE = 1 << 40  # bytes of a launch: only the number of runs is bounded
 # Chunks of a program and its warps, measured on an H200: 2.4 TB/s at 256 B, 3.0 from 1 KiB on.
 TUNING = {64: (64, 2), 256: (16, 2), 1024: (4, 1), 4096: (1, 2)}
 
-_lock = threading.Lock()
-_functions: dict[tuple[int, int, bool], Function] = {}
+_SIGNATURE = {
+    **dict.fromkeys(("address", "lengths", "words", "firsts", "out"), "*i64"),
+    **dict.fromkeys(("length", "number"), "i64"),
+    **dict.fromkeys(("runs", "chunks", "items", "rounds"), "i32"),
+}
 
 
 def takes(address: Ints, length: Ints) -> bool:
@@ -565,18 +536,6 @@ def _mix(buffers: StreamBuffers, address: Ints, length: Ints, number: int) -> Mi
 
 
 def _function(device: Device, chunk: int, *, search: bool) -> Function:
-    key = (device.ordinal, chunk, search)
-    with _lock:
-        if key not in _functions:
-            from kvferry.carriers.cuda.triton_kernels import mix_runs
-
-            count, warps = TUNING[chunk]
-            signature = {
-                **dict.fromkeys(("address", "lengths", "words", "firsts", "out"), "*i64"),
-                **dict.fromkeys(("length", "number"), "i64"),
-                **dict.fromkeys(("runs", "chunks", "items", "rounds"), "i32"),
-            }
-            constants = {"SEARCH": search, "CHUNK": chunk, "COUNT": count, "SLOTS": SLOTS}
-            code = compile_kernel(mix_runs, signature, constants, device.capability, warps)
-            _functions[key] = Function(*code[:2], warps=warps, shared_bytes=code[2])
-        return _functions[key]
+    count, warps = TUNING[chunk]
+    constants = {"SEARCH": search, "CHUNK": chunk, "COUNT": count, "SLOTS": SLOTS}
+    return kernels.load(device, "mix_runs", _SIGNATURE, constants, warps)
