@@ -2,25 +2,21 @@
 """The carrier on one host: the kernel copies between the two processes, one-sided.
 
 `register` lets processes of the same user reach this one's memory. `connect` first has the owner
-vouch for the endpoint (vouch.py): the kernel says which process answers, and that process says that
-it made the endpoint. So no peer can have this process read memory that its owner has not
-registered, least of all its own, whatever an endpoint names. `connect` then reads the owner's
-*token*, sixteen random bytes, and a byte of every region. The token is read again before and after
-every transfer. A process that died, a recycled pid, a carrier that was closed: none of them has the
-token at that address, so none can be taken for the peer.
+vouch for the endpoint (vouch.py), so that no peer can have this process read memory that its owner
+has not registered. `connect` then reads the owner's *token*, sixteen random bytes, and a byte of
+every region. The token is read again before and after every transfer. A process that died, a
+recycled pid, a carrier that was closed: none of them has the token at that address.
 
 Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
-very process), the carrier falls back to tcp by itself and says so once. A process that connects
-then must know the secret, or be of the same user where none is configured. The endpoint holds no
-secret.
+very process), the carrier falls back to tcp by itself and says so once.
 
 The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that lie
 close together at the peer takes the long ranges that *cover* them into a buffer of the initiator's,
 and places the runs from there. Both ends of a cover lie in the same registered region, so a cover
 never leaves it. All other copies move run by run.
 
-The owner cannot stop a peer's writes here (`can_revoke` is false). The kernel checks addresses, but
-not regions: the initiator does, against those that the owner has vouched for.
+The kernel checks addresses, but not regions: the initiator does, against those that the owner has
+vouched for.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -39,7 +34,6 @@ from numpy.typing import NDArray
 
 from kvferry.carriers import host
 from kvferry.carriers.base import (
-    Bytes,
     Carrier,
     MemoryRegion,
     RegionTable,
@@ -48,7 +42,6 @@ from kvferry.carriers.base import (
     require_all,
     slices,
 )
-from kvferry.carriers.host import HostMemory
 from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier, TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
@@ -68,7 +61,7 @@ MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
 # "Carriers"). Runs that touch win nothing.
 MOST_STEP_BYTES = 1 << 10
 COVERED_RUNS = 4096  # at a time
-BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES  # of each thread
+BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -156,8 +149,6 @@ class LocalCarrier(Carrier):
     ) -> None:
         self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
-        self._memory = HostMemory([])
-        self._mine = threading.local()  # each thread's buffer
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
@@ -175,8 +166,7 @@ class LocalCarrier(Carrier):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         host.allow_any_reader()
         self._tcp.register(regions)
-        every = [*self._table.regions(), *regions]
-        self._table, self._memory = RegionTable.of(every), HostMemory(every)
+        self._table = RegionTable.of([*self._table.regions(), *regions])
 
     def endpoint(self) -> bytes:
         def make(voucher: str) -> bytes:
@@ -275,7 +265,7 @@ class LocalCarrier(Carrier):
             def carry(part: Copies, _: Copies | None) -> None:
                 peer.require_connected()
                 try:
-                    self._move(peer, part, reading=reading)
+                    _move(peer, part, reading=reading)
                 except TransferError:
                     peer.require_alive()  # a peer that is gone is the better reason
                     raise
@@ -285,26 +275,18 @@ class LocalCarrier(Carrier):
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
 
-    def _move(self, peer: LocalPeer, part: Copies, *, reading: bool) -> None:
-        """One of `slices`: at most `WINDOW` copies, none of them empty."""
-        if reading and covers_pay(part):
-            self._read_covers(peer, part)
-        else:
-            (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
 
-    def _read_covers(self, peer: LocalPeer, part: Copies) -> None:
-        buffer = self._buffer()
-        for first in range(0, len(part), COVERED_RUNS):
-            few = part[first : first + COVERED_RUNS]
-            address, length, at = covers(peer.regions, few.src, few.length)
-            host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
-            self._memory.place(buffer, at, few.dst, few.length)
-
-    def _buffer(self) -> Bytes:
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
-        made: Bytes = self._mine.buffer
-        return made
+def _move(peer: LocalPeer, part: Copies, *, reading: bool) -> None:
+    """One of `slices`: at most `WINDOW` copies, all of them checked and none empty."""
+    if not reading or not covers_pay(part):
+        (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
+        return
+    buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
+    for first in range(0, len(part), COVERED_RUNS):
+        few = part[first : first + COVERED_RUNS]
+        address, length, at = covers(peer.regions, few.src, few.length)
+        host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
+        host.copy_runs(buffer.ctypes.data + at, few.dst, few.length)
 
 
 def covers_pay(part: Copies) -> bool:
