@@ -9,7 +9,7 @@ carrier that does not take them (`takes_strided`) gets arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ Ints = NDArray[np.int64]
 # each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
 WINDOW = 1 << 15
 
-_INT64 = np.dtype(np.int64)
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -39,14 +38,6 @@ class Copies:
     @classmethod
     def of(cls, copies: Any) -> Copies:
         """The same, once they are known to be three arrays of integers of one length."""
-        if type(copies) is cls:
-            src, dst, length = copies.src, copies.dst, copies.length
-            if (
-                src.dtype is dst.dtype is length.dtype is _INT64
-                and src.shape == dst.shape == length.shape
-                and length.ndim == 1
-            ):
-                return copies
         arrays = src, dst, length = tuple(map(np.asarray, (copies.src, copies.dst, copies.length)))
         if not src.shape == dst.shape == length.shape or length.ndim != 1:
             raise TransferError(
@@ -120,9 +111,7 @@ class StridedCopies:
         ):
             raise TransferError(
                 "strided copies have as many rows, segments and steps on both sides, found "
-                f"{rows} and {len(self.dst_rows)} rows, {len(self.src_segments)} and "
-                f"{len(self.dst_segments)} segments of {segments} lengths, "
-                f"{steps} and {len(self.dst_steps)} steps"
+                f"{[len(getattr(self, field.name)) for field in fields(self)]}"
             )
 
     @classmethod

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vouching: whose memory an endpoint is, told by the kernel and by its owner.
 
-An endpoint of `local` or `cuda` names memory: a process and its regions, or handles of a GPU's
-allocations. It comes from a peer, and a peer may lie: it may name this very process, or regions
-that were never registered. So a process that is about to reach that memory asks the owner first, on
-a socket that only processes of this user can open:
+An endpoint of `local` or `cuda` names memory. It comes from a peer, and a peer may lie: it may name
+this very process, or regions that were never registered. So a process that is about to reach that
+memory asks the owner first, on a socket that only processes of this user can open:
 
     reader  -> owner   SHA-256 of the endpoint, as it was received
     owner   -> reader  YES where one of its open carriers made exactly that endpoint, else NO
 
 The kernel says which process answered, and which user's it is (`SO_PEERCRED`). The endpoint's
-content is then that process's own word: regions that it registered, and where its token lies. A
-peer of another user or on another host cannot answer here, whatever secrets it knows.
+content is then that process's own word.
 
 Each process has one such socket while it has such carriers, and one thread that answers. Sockets
 lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.

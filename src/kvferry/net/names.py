@@ -50,10 +50,10 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where this engine may listen, and which hosts it may dial.
+    """Where this engine may listen, and which hosts it may dial: without a secret, loopback only.
 
-    Without a configured secret, both are loopback only. `admits` restricts the hosts further
-    (`peers` of an engine's configuration). Hosts are judged as peers name them, without a lookup.
+    `admits` restricts the hosts further (`peers` of an engine's configuration). Hosts are judged as
+    peers name them, without a lookup.
     """
 
     configured: bool  # whether there is a secret
@@ -144,10 +144,8 @@ class Names:
 
 
 def dial(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the first address of a host that accepts one, by the deadline.
-
-    `DeadlineExceeded`, `PeerLost` if no process listens there, or another `TransferError`.
-    """
+    """A connection to the first address of a host that accepts one, by the deadline. `PeerLost` if
+    no process listens there."""
     found = NAMES.resolved(host, deadline)
     problem: Exception = TimeoutError()
     for number, address in enumerate(found):
@@ -166,10 +164,7 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def source_address(host: str, port: int) -> str:
-    """The address from which this host sends to another. Asks for a route, and sends nothing.
-
-    `OSError` if the name cannot be resolved or there is no route.
-    """
+    """The address from which this host sends to another, or `OSError`. Sends nothing."""
     problem = OSError(f"no route to {host}")
     for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
@@ -187,10 +182,9 @@ _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def ours_alone(sock: socket.socket) -> socket.socket:
     """The same socket, which forked children of this process close.
 
-    A connection ends, and a port is free, once the last process that has it lets go; while a child
-    lived, peers would take its dead parent for alive. A child only closes its copies, which its
-    parent does not notice; a shutdown would end them for both. Programs that are started by `exec`
-    get none of these descriptors.
+    A connection ends once the last process that has it lets go; while a child lived, peers would
+    take its dead parent for alive. A child only closes its copies: a shutdown would end them for
+    both.
     """
     _ours.add(sock)
     return sock

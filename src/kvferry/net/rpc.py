@@ -7,23 +7,22 @@ does not accept our key. The first call to an address opens a connection, a `Lin
 A reply counts only if it comes on the line of its call; any other is dropped and counted.
 
 If the host is a name, the calls to it wait until the name is resolved, on a thread of `net.names`.
-Calls to other addresses go on. The addresses of a name are tried in order:
+The addresses of a name are tried in order:
 
     opened --the peer accepts the connection--> connected --the keys fit--> greeted
        |                                            '--it breaks, or the keys differ--> over
        '--the address refuses, or its time to connect is over--> the next address; if there is no
                                                                  other: over
 
-An address that refuses does so at once. An address that drops packets never answers, and the system
-would try it for minutes. So if there are other addresses, each gets a part of the time of the
-calls that wait. No request was sent on a line that is not connected, so its calls can be sent on
-another line. The last address has all the time that is left. So has a connected one, because an
-overloaded host may need seconds for the handshake.
+An address that drops packets never answers. So if there are other addresses, each gets a part of
+the time of the calls that wait. No request was sent on a line that is not connected, so its calls
+can be sent on another line. The last address has all the time that is left, and so has a connected
+one, because an overloaded host may need seconds for the handshake.
 
 `Sockets` makes the ZMQ sockets. Both ends derive CURVE keys from the secret, or from the key of
 this user (`net.keys`). A client reaches only a server with the right key, and a server admits only
-clients with the right key. So every message is authenticated and encrypted, and cannot be replayed.
-Without a secret, servers listen on loopback, and clients do not leave it.
+clients with the right key. Without a secret, servers listen on loopback, and clients do not leave
+it.
 """
 
 from __future__ import annotations
@@ -94,10 +93,8 @@ MONITORED = (
 
 
 class SocketThread:
-    """A thread that owns ZMQ sockets, and all state that it shares with its subclass.
-
-    Other threads hand it work through `submit`, so the state needs no locks.
-    """
+    """A thread that owns ZMQ sockets. Other threads hand it work through `submit`, so the state of
+    its subclass needs no locks."""
 
     def __init__(self, name: str) -> None:
         self.counters: Counter[str] = Counter()
@@ -293,12 +290,6 @@ class Caller(SocketThread):
             if call is None:
                 self.counters["late replies"] += 1
             elif call.address != line.address:  # the peer answers another peer's call
-                if not self.counters["misdirected replies"]:
-                    log.warning(
-                        "%s answers a call to %s; this and others of the kind are dropped",
-                        line.address,
-                        call.address,
-                    )
                 self.counters["misdirected replies"] += 1
             else:
                 del self._calls[reply.id]
@@ -474,10 +465,7 @@ class Sockets:
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def client(self, address: str) -> zmq.Socket[bytes]:
-        """A DEALER socket for `host:port`, to be connected when its monitor is set.
-
-        The host must be an address: libzmq would resolve a name on its I/O thread.
-        """
+        """A DEALER socket for `address:port`, to be connected when its monitor is set."""
         Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
         self._prepare(socket, MAX_REPLY_BYTES)

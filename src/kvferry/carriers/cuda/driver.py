@@ -39,7 +39,7 @@ _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
 _ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 MOST_PITCH = (1 << 31) - 1  # bytes between two rows of one copy
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_DEFAULT, _EVENT_BLOCKING, _EVENT_DISABLE_TIMING = 0, 1, 2
@@ -263,9 +263,8 @@ _thread = _OurThreads()
 class Current:
     """A context that is the thread's own inside of a `with` statement.
 
-    While an engine captures CUDA graphs, the driver refuses calls of other threads that might
-    disturb it, such as taking memory, and ends the capture. Threads of ours have nothing to do with
-    a capture, and say so once each.
+    While an engine captures CUDA graphs, a call of another thread, such as taking memory, would end
+    the capture. Threads of ours have nothing to do with it, and say so once each.
     """
 
     __slots__ = ("_context", "_driver", "_popped")
@@ -307,14 +306,10 @@ class Device:
         name = ctypes.create_string_buffer(128)
         self._driver.call("cuDeviceGetName", name, 128, handle)
         self.name = name.value.decode(errors="replace")
-        major, minor = self.attribute(_CAPABILITY_MAJOR), self.attribute(_CAPABILITY_MINOR)
-        self.capability = 10 * major + minor
-        self.multiprocessors = self.attribute(_MULTIPROCESSORS)
-
-    def attribute(self, number: int) -> int:
-        value = c_int()
-        self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
-        return value.value
+        major, minor = c_int(), c_int()
+        for value, what in ((major, _CAPABILITY_MAJOR), (minor, _CAPABILITY_MINOR)):
+            self._driver.call("cuDeviceGetAttribute", byref(value), what, handle)
+        self.capability = 10 * major.value + minor.value
 
     def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
@@ -347,14 +342,10 @@ class Device:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
-        address = self.pinned_address(size)
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-    def pinned_address(self, size: int) -> int:
         pointer = c_void_p()
         self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
         assert pointer.value is not None
-        return pointer.value
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
 
     def free_pinned(self, address: int) -> None:
         self._driver.call("cuMemFreeHost", c_void_p(address))
@@ -389,9 +380,8 @@ class CudaStream:
     """A queue of work on a device, apart from all others. The device must be current."""
 
     def __init__(self, *, urgency: int = 0) -> None:
-        """urgency  kernels of more urgent streams go first, and streams of another urgency have
-        other hardware queues. There are few: what waits in one holds up all streams that share it,
-        so that work may wait for a whole step of an engine, whose streams have urgency 0"""
+        """urgency  kernels of more urgent streams go first, and have other hardware queues, in
+        which nothing waits for a step of an engine, whose streams have urgency 0"""
         self._driver = driver()
         handle, least, greatest = c_void_p(), c_int(), c_int()
         self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))

@@ -5,18 +5,7 @@
     incoming   the bus takes them to the device, one kernel puts them in their places
 
 So two hosts with GPUs and only TCP between them work: `TcpCarrier(memory=DeviceMemory(...))` sends
-a chunk while the next ones cross the bus, and receives one while the last ones do. Both are
-generators of pinned chunks, in the order of the runs:
-
-    with closing(memory.outgoing(address, length)) as chunks:
-        for chunk in chunks:        # holds the next bytes until the next one is asked for
-            socket.send(chunk)
-    with closing(memory.incoming(address, length)) as chunks:
-        for chunk in chunks:        # to be filled before the next one is asked for
-            socket.recv_into(chunk)
-
-When `incoming` has ended, all bytes are visible. A generator that is closed before its end waits
-for what it has begun, so that nothing is written to memory after it.
+a chunk while the next ones cross the bus, and receives one while the last ones do (`StagedMemory`).
 """
 
 from __future__ import annotations
@@ -30,6 +19,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,7 +67,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
         self._memory = Mapped.of([(self._regions, 0)])
 
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """The runs' bytes in chunks, each of which stays until the next one is asked for."""
         self._require(address, length)
         with self._staging() as staging:
             parts = pieces(address, length, staging.width.piece_bytes)
@@ -90,15 +79,11 @@ class DeviceMemory(StagedMemory, MixingMemory):
                 yield waiting.popleft().settled()
 
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """Chunks to be filled with the runs' bytes; when it ends, they are in their places."""
         self._require(address, length)
         on = self._on()
         with self._staging() as staging:
-            parts, step = (
-                pieces(address, length, staging.width.piece_bytes),
-                staging.width.chunk_bytes,
-            )
-            for number, piece in enumerate(parts):
+            step = staging.width.chunk_bytes
+            for number, piece in enumerate(pieces(address, length, staging.width.piece_bytes)):
                 with on.current():
                     half = staging.half(number)
                 for offset in range(0, piece.bytes, step):
@@ -112,7 +97,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
                 staging.finish()
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
-        """The runs, one after another, to the beginning of `into`; returns when they are there."""
         self._require(address, length, len(into))
         done = 0
         for chunk in self.outgoing(address, length):
@@ -120,7 +104,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
             done += len(chunk)
 
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
-        """The beginning of `source` to the runs; returns when they are visible."""
         self._require(address, length, len(source))
         done = 0
         for chunk in self.incoming(address, length):
@@ -136,7 +119,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
             return mix(staging.stream_buffers, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
-        """Set the runs to zero; returns when that is visible."""
         self._require(address, length)
         with self._staging() as staging, self._on().current():
             copies = Copies(address, address, length)
@@ -190,7 +172,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 
     def _staging(self) -> AbstractContextManager[StagingBuffers]:
-        """Buffers for one thread; when they are given back, nothing of them is under way."""
         if self._pool is None:
             raise TransferError("no device memory is registered")
         return self._pool.use()
@@ -201,8 +182,7 @@ CHUNK_BYTES = 4 << 20  # of one call of a socket: 1 ms, against some 20 us of Py
 RING_CHUNKS = 3  # under way
 
 
-@dataclass(frozen=True, slots=True)
-class Width:
+class Width(NamedTuple):
     piece_bytes: int
     chunk_bytes: int
 
@@ -284,10 +264,8 @@ class StagingBuffers:
         ring     a few pinned chunks: the carrier sends or fills one while others cross the bus
 
     The streams wait for each other on the device, by events; the host waits for chunks only. The
-    ring is small on purpose: the device writes a chunk and a socket reads it, and meanwhile its
-    bytes stay in the processor's cache (8 streams of plain sockets: 42 GB/s over 4 MiB each, 23
-    over 32). Narrow buffers have smaller pieces and a sixteenth of the memory. The device must be
-    current.
+    ring is small, so that its bytes stay in the processor's cache (8 streams of plain sockets:
+    42 GB/s over 4 MiB each, 23 over 32). The device must be current.
     """
 
     def __init__(self, on: Device, width: Width = WIDE) -> None:

@@ -7,30 +7,29 @@
 
 A batch is a table of numbers (`StridedCopies`). The numbers are written side by side into pinned
 memory, which the GPU gets them from. There they are looked at: do both sides lie in registered
-memory, are all lengths equal, what do all addresses and lengths have as a common divisor? NumPy
-calls take a microsecond or two, as much as copying some megabytes, so there are few of them: one
-for each question, not one for each table.
+memory, are all lengths equal, what do all addresses and lengths have as a common divisor? A NumPy
+call takes as long as copying some megabytes, so there is one for each question, not for each table.
 
 A long batch is written piece by piece: the GPU copies a piece while the next one, twice as long, is
-on its way. A batch with more segments than `WINDOW` is cut into several, each of which uses one of
-a few slots of pinned memory. Nothing moves before all of it is known to lie in registered memory.
+on its way. A batch with more segments than `WINDOW` is cut into several. Nothing moves before all
+of it is known to lie in registered memory.
 
-Some batches cannot be taken as they are: they have empty copies, or memory that is registered in
-pieces. These become single copies with addresses of this process, and go the same way. Without
-Triton, each copy is a `cuMemcpyAsync`.
+Batches with empty copies, or with memory that is registered in pieces, become single copies with
+addresses of this process, and go the same way. Without Triton, each copy is a `cuMemcpyAsync`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.copies import Copies, Ints, StridedCopies
+from kvferry.errors import TransferError
 
 SLOTS = 3  # batches whose numbers are in use at once
 WINDOW = 1 << 17  # segments of one batch at most
@@ -73,12 +73,7 @@ class StreamBuffers:
     """
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        triton: bool | None = None,
-        slots: int = SLOTS,
-        urgency: int = 0,
+        self, device: Device, *, triton: bool | None = None, slots: int = SLOTS, urgency: int = 0
     ) -> None:
         self.device = device
         self._most_slots = slots
@@ -128,12 +123,7 @@ class StreamBuffers:
                 yield from self._by_driver(single, fill) if batch is None else self._launch(batch)
 
     def copy(
-        self,
-        copies: Copies | StridedCopies,
-        src: Mapped,
-        dst: Mapped,
-        *,
-        fill: bool = False,
+        self, copies: Copies | StridedCopies, src: Mapped, dst: Mapped, *, fill: bool = False
     ) -> None:
         """Queue all of it."""
         for _ in self.steps(copies, src, dst, fill=fill):
@@ -167,11 +157,8 @@ class StreamBuffers:
         return slot
 
     def upload(self, dst: int, src: int, size: int) -> None:
-        """Bring numbers to the device, before the next launch.
-
-        If something runs already, they come beside it. Queued behind it, every launch would begin
-        some 20 microseconds after the end of the last one.
-        """
+        """Bring numbers to the device, before the next launch and beside the one that runs: queued
+        behind it, every launch would begin some 20 microseconds late."""
         if not self._running:
             self.stream.copy_at_once(dst, src, size)
             self._running = True
@@ -333,36 +320,59 @@ class StreamBuffers:
             yield int(some.length.sum())
 
 
-class BufferPool:
-    """Stream buffers of one device, made when they are needed and used again."""
+class Freeable(Protocol):
+    def free(self) -> None: ...
 
-    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
+
+P = TypeVar("P", bound=Freeable)
+
+
+class Pool(Generic[P]):
+    """Buffers of one device, made when they are needed and used again. Any thread."""
+
+    def __init__(self, device: Device, make: Callable[[], P], most: int = sys.maxsize) -> None:
         self.device = device
-        self._triton = triton
-        self._idle: list[StreamBuffers] = []
-        self._lock = threading.Lock()
+        self._make, self._most = make, most
+        self._idle: list[P] = []
+        self._count = 0  # that exist, or are being made
+        self._changed = threading.Condition()
         self._closed = False
 
-    def take(self) -> StreamBuffers:
-        """Buffers, which `put` gives back; the device is current."""
-        with self._lock:
-            buffers = self._idle.pop() if self._idle else None
-        if buffers is None:
-            return StreamBuffers(self.device, triton=self._triton)
-        buffers.begin()
-        return buffers
+    def take(self, deadline: float = 0.0) -> P:
+        """Idle buffers, or new ones; waits while there are as many as there may be."""
+        with self._changed:
+            if not self._idle and self._count >= self._most:
+                self._changed.wait_for(
+                    lambda: self._idle or self._count < self._most,
+                    max(0.0, deadline - time.monotonic()),
+                )
+            if self._idle:
+                return self._idle.pop()
+            if self._count >= self._most:
+                raise TransferError("the bus was busy until the deadline")
+            self._count += 1
+        try:
+            with self.device.current():
+                return self._make()
+        except BaseException:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify()
+            raise
 
-    def put(self, buffers: StreamBuffers) -> None:
+    def put(self, buffers: P) -> None:
         """Nothing of them is under way."""
-        with self._lock:
+        with self._changed:
             if not self._closed:
                 self._idle.append(buffers)
+                self._changed.notify()
                 return
         with self.device.current():
             buffers.free()
 
     def close(self) -> None:
-        with self._lock:
+        """Free what is idle, and the rest when it is given back. Idempotent."""
+        with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
         with self.device.current():
@@ -405,10 +415,8 @@ class Mapped:
         return self.spans[at][2]
 
     def shifted(self, rows: Ints, low: int, high: int) -> Ints | None:
-        """Rows where they lie here, each of which reaches from `low` to `high` around it.
-
-        None where one of them does not lie in one region.
-        """
+        """Rows where they lie here, each of which reaches from `low` to `high` around it; None
+        where one of them does not lie in one region."""
         if max(abs(low), abs(high), int(rows.max()), -int(rows.min())) >= FAR:
             return None
         lows = rows + low
@@ -429,10 +437,7 @@ ANYWHERE = Mapped.of([([MemoryRegion(0, (1 << 63) - 1)], 0)])  # for addresses t
 
 
 def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: bool) -> None:
-    """Every copy lies in registered memory on both sides, or `OutOfBounds`.
-
-    Usually one comparison of each side's extremes is enough, or one for each row.
-    """
+    """Every copy lies in registered memory on both sides, or `OutOfBounds`."""
     if copies.descriptors == 0:
         return
     shortest, longest = int(copies.lengths.min()), int(copies.lengths.max())
@@ -457,11 +462,7 @@ def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: 
 
 
 def last_end(starts: Ints, lengths: Ints, longest: int) -> int:
-    """Where the last segment ends.
-
-    The last one to begin need not be the longest: blocks that follow each other are one segment,
-    and a cache that has been used for a while has segments of all lengths.
-    """
+    """Where the last segment ends. The last one to begin need not be the longest."""
     most = int(np.maximum.reduce(starts)) + longest
     return most if most >= FAR else int(np.maximum.reduce(starts + lengths))
 
@@ -520,10 +521,7 @@ class _Slot:
             undo.pop_all()
 
     def hold(self, numbers: int) -> None:
-        """Have room for so many. The GPU has done with it; its numbers are lost where it grows.
-
-        Where there is no memory for that, it stays as it was.
-        """
+        """Have room for so many. The GPU has done with it; its numbers are lost where it grows."""
         if numbers > len(self.numbers):
             made = self._made(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
             address, there = self.address, self.there
@@ -602,11 +600,8 @@ def _heads(*sizes: int) -> Ints:
 
 
 def _look_at_each(tables: Sequence[Ints]) -> Look:
-    """At tables where they are.
-
-    Where no segment is negative, 0 stands for the least of them, and all bits that are set in any
-    of them stand for the most. For offsets that is usually enough, and found in one pass.
-    """
+    """At tables where they are. Where no segment is negative, 0 stands for the least of them, and
+    all bits that are set in any of them stand for the most: that is found in one pass."""
     lows, highs, bits = look = ([], [], [])  # type: Look
     for number, table in enumerate(tables):
         bits.append(int(np.bitwise_or.reduce(table)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """xxh3 (64 bits, seed 0) of pieces of a GPU's memory, made there: the same as the host's library.
 
-The pool's checksums are xxh3, so what a GPU has written a processor can check, and the other way
-round. xxh3 looks sequential, and nearly all of it is not: see triton_kernels.py.
+So what a GPU has written a processor can check, and the other way round. triton_kernels.py says how
+xxh3 is computed by many threads.
 
 A piece begins at a multiple of 16 bytes, has a multiple of 8, and at least `LEAST_BYTES`: xxh3 is
 another function for shorter ones. It may lie in several runs of memory.

@@ -4,23 +4,19 @@
 The library moves batches between two processes. This module adds the rest of the `Carrier`
 protocol:
 
-    bounds      checked here, against the endpoint's regions, before the library sees a descriptor;
-                the library checks again, in its own way
-    batches     below the library's limits, neighbours joined, so that no call of ours holds the
-                interpreter's lock for long
+    bounds      checked here, against the endpoint's regions, before the library sees a descriptor
+    batches     below the library's limits, neighbours joined
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
                 does not answer holds up its own transfers only
     liveness    a connection beside the data plane: looked at before, during and after each transfer
     the end     no library here can take back a batch that it has begun. A cancelled transfer ends
-                with the batch under way; one whose batch does not come back is *abandoned*:
-                `cancel` raises `DeadlineExceeded`, and its memory counts as in use, until the
-                library has returned it or the peer is dead. It is counted.
+                with the batch under way; one whose batch does not come back is *abandoned*, until
+                the library has returned it or the peer is dead
 
 These data planes have no authentication: a process that reaches their ports can read and write all
-registered memory, and with UCX over TCP any memory of the process. The content of an endpoint
-cannot be checked either: a peer that has the secret is trusted with all of it. Use them in networks
-whose hosts you trust (docs/security.md). The owner cannot stop a peer's writes (`can_revoke` is
-false).
+registered memory, and with UCX over TCP any memory of the process. A peer that has the secret is
+trusted with the content of its endpoint. Use them in networks whose hosts you trust
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -172,8 +168,6 @@ class LibraryCarrier(Carrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Transfers and batches. `abandoned`: transfers that were given up and whose end was not
-        seen in time; `abandoned_now`: those whose memory the library may still touch."""
         with self._lock:
             self._abandoned = {job for job in self._abandoned if not job.settled()}
             return {**self._counts, "abandoned_now": len(self._abandoned)}
@@ -340,8 +334,7 @@ class LibraryCarrier(Carrier):
         return peer.workers.submit(LibraryJob(self, peer, work, what))
 
     def _move(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
-        """Whatever the library says of a batch that fails, a peer that is gone is the better
-        reason."""
+        """Where a batch fails, a peer that is gone is the better reason."""
         try:
             self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
@@ -384,8 +377,8 @@ class LibraryPeer:
 
 
 class LibraryJob(Job):
-    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
-    the peer is gone, or for so long that the library has given up by itself."""
+    """One that failed with `late_bytes` is not settled until the peer is gone, or for so long that
+    the library has given up by itself."""
 
     def __init__(
         self, carrier: LibraryCarrier, peer: LibraryPeer, work: Callable[[Job], None], what: str
