@@ -42,12 +42,12 @@ from kvferry.carriers.base import (
     require_all,
     slices,
 )
-from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier, TcpPeer
+from kvferry.carriers.tcp.carrier import TcpCarrier, TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
-from kvferry.net.names import Admits
+from kvferry.net.names import LOCALHOST, Admits
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class LocalCarrier(Carrier):
         self,
         *,
         secret: bytes | str | None = None,
-        host: str = LOOPBACK,
+        host: str = LOCALHOST,
         workers: int = 4,
         threads_per_transfer: int = THREADS_PER_TRANSFER,
         force_fallback: bool = False,

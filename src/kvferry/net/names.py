@@ -39,6 +39,7 @@ from kvferry.workers import Threads
 MOST_THREADS = 16  # a lookup that times out takes 10 s for each name server (glibc)
 MOST_ADDRESSES = 8  # addresses of one name that are tried, one after the other
 LOCALHOST = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")  # hosts to listen on, and not to dial
 
 Admits = Callable[[str], bool]  # whether a host may be dialed, by its name or address
 

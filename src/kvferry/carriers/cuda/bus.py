@@ -144,14 +144,7 @@ def takes(length: Ints, chunk_bytes: int) -> bool:
 class Bus:
     """The way between one device's registered memory and the host's; any number of threads."""
 
-    def __init__(
-        self,
-        regions: Sequence[MemoryRegion],
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        out_lanes: int = OUT_LANES,
-        back_lanes: int = BACK_LANES,
-    ) -> None:
+    def __init__(self, regions: Sequence[MemoryRegion], *, piece_bytes: int = PIECE_BYTES) -> None:
         """Raises a `TransferError` where this cannot work: no Triton, or not one GPU's memory."""
         if not kernels.available():
             raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
@@ -161,14 +154,10 @@ class Bus:
             raise TransferError("the memory is not that of one GPU")
         self.device = device(ordinals.pop())
         self._memory = Mapped.of([(regions, 0)])
-        most = {True: out_lanes, False: back_lanes}  # by direction, outward or not
-        self._most, self._lanes = (
-            most,
-            {
-                outward: Pool(self.device, partial(_Lane, self.device, piece_bytes, outward), count)
-                for outward, count in most.items()
-            },
-        )
+        self._lanes = {  # by direction, outward or not
+            outward: Pool(self.device, partial(_Lane, self.device, piece_bytes, outward), most)
+            for outward, most in ((True, OUT_LANES), (False, BACK_LANES))
+        }
         self._pins: _Pins | None = None
 
     def warm(self) -> None:
@@ -176,7 +165,7 @@ class Bus:
         kernels.warm(self.device)
         with contextlib.ExitStack() as made:
             for outward, lanes in self._lanes.items():
-                for _ in range(self._most[outward]):
+                for _ in range(OUT_LANES if outward else BACK_LANES):
                     made.callback(lanes.put, lanes.take())
 
     def pin(

@@ -57,12 +57,10 @@ from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import Cancelled, DeadlineExceeded, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach
+from kvferry.net.names import LOCALHOST, Admits, Reach
 from kvferry.workers import start_compiler
 
 log = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
 
 
 class CudaCarrier(Carrier):
@@ -79,7 +77,7 @@ class CudaCarrier(Carrier):
         triton: bool | None = None,
         admits: Admits | None = None,
     ) -> None:
-        self._host = host or LOOPBACK
+        self._host = host or LOCALHOST
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self._host)
         self._told: set[bytes] = set()  # endpoints that were given out

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,30 +44,19 @@ class DeviceMemory(StagedMemory, MixingMemory):
     """Regions of one GPU's memory; any number of threads."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._pool: StagingPool | None = None
-        self._regions: list[MemoryRegion] = []
-        self._device: Device | None = None
-        self._memory = Mapped.of([])
+        places = [place_of(region.address) for region in regions]
+        ordinals = {-1 if place is None else place.ordinal for place in places}
+        if len(ordinals) != 1 or -1 in ordinals:
+            raise TransferError("the memory is not that of one GPU")
+        self._device = device(ordinals.pop())
+        self._memory = Mapped.of([(regions, 0)])
+        self._pool = StagingPool(self._device)
         self.warmed = threading.Event()  # set when the first use finds kernels and buffers
-        self.register(regions)
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        for region in regions:
-            found = place_of(region.address) if region.bytes else None
-            if found is None or (self._device and found.ordinal != self._device.ordinal):
-                raise TransferError(
-                    f"{region.bytes} bytes at {region.address:#x} are not memory of one GPU"
-                )
-            if self._device is None:
-                self._device = device(found.ordinal)
-                self._pool = StagingPool(self._device)
-                start_compiler(self._warm, "kvferry-cuda-warm")
-        self._regions += regions
-        self._memory = Mapped.of([(self._regions, 0)])
+        start_compiler(self._warm, "kvferry-cuda-warm")
 
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
         self._require(address, length)
-        with self._staging() as staging:
+        with self._pool.use() as staging:
             parts = pieces(address, length, staging.width.piece_bytes)
             waiting: deque[Chunk] = deque()  # oldest first
             for chunk in self._gather(staging, parts):
@@ -80,20 +68,19 @@ class DeviceMemory(StagedMemory, MixingMemory):
 
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
         self._require(address, length)
-        on = self._on()
-        with self._staging() as staging:
+        with self._pool.use() as staging:
             step = staging.width.chunk_bytes
             for number, piece in enumerate(pieces(address, length, staging.width.piece_bytes)):
-                with on.current():
+                with self._device.current():
                     half = staging.half(number)
                 for offset in range(0, piece.bytes, step):
                     chunk = staging.chunk(piece.bytes - offset)
                     yield chunk.settled()
-                    with on.current():
+                    with self._device.current():
                         staging.back(chunk, half, offset)
-                with on.current():
+                with self._device.current():
                     staging.scatter(piece, half, self._memory)
-            with on.current():
+            with self._device.current():
                 staging.finish()
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
@@ -115,30 +102,29 @@ class DeviceMemory(StagedMemory, MixingMemory):
         self._require(address, length)
         if len(address) == 0 or not (kernels.available() and takes(address, length)):
             return mix_on_host(self, address, length)
-        with self._staging() as staging, self._on().current():
+        with self._pool.use() as staging, self._device.current():
             return mix(staging.stream_buffers, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
         self._require(address, length)
-        with self._staging() as staging, self._on().current():
+        with self._pool.use() as staging, self._device.current():
             copies = Copies(address, address, length)
             staging.stream_buffers.copy(copies, self._memory, self._memory, fill=True)
             staging.finish()
 
     def close(self) -> None:
         """Give staging memory back, except for buffers in use."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
 
     def _warm(self) -> None:
         """Compile the kernels and make buffers now, so that no request waits for them."""
         try:
             if kernels.available():
-                kernels.warm(self._on())
-                with self._on().current():
+                kernels.warm(self._device)
+                with self._device.current():
                     for chunk, search in itertools.product(TUNING, (False, True)):
-                        _function(self._on(), chunk, search=search)
-            with self._staging():
+                        _function(self._device, chunk, search=search)
+            with self._pool.use():
                 pass
         except Exception as error:
             log.warning("the first transfer of device memory will be slow: %s", error)
@@ -147,34 +133,23 @@ class DeviceMemory(StagedMemory, MixingMemory):
 
     def _gather(self, staging: StagingBuffers, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
         """Queue chunk after chunk. The caller has done with the chunk one ring before."""
-        on = self._on()
         for number, piece in enumerate(parts):
-            with on.current():
+            with self._device.current():
                 half = staging.half(number)
                 staging.gather(piece, half, self._memory)
             for offset in range(0, piece.bytes, staging.width.chunk_bytes):
                 chunk = staging.chunk(piece.bytes - offset)
-                with on.current():
+                with self._device.current():
                     staging.out(half, offset, chunk)
                 yield chunk
-            with on.current():
+            with self._device.current():
                 half.moved.record(staging.bus)
-
-    def _on(self) -> Device:
-        if self._device is None:
-            raise TransferError("no device memory is registered")
-        return self._device
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
         runs = Copies.of(Copies(address, address, length))
         self._memory.table.require("this process", runs.src, runs.length)
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
-
-    def _staging(self) -> AbstractContextManager[StagingBuffers]:
-        if self._pool is None:
-            raise TransferError("no device memory is registered")
-        return self._pool.use()
 
 
 PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much

@@ -195,21 +195,17 @@ def engine_class() -> Any:
 
 def require_way(protocol: str, device: str) -> None:
     """Refuse a protocol or device that Mooncake would silently replace by another."""
+    why = ""
     if protocol not in PROTOCOLS:
-        raise TransferError(
-            f"the mooncake carrier's protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
-        )
+        why = f"its protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
+    elif protocol == "tcp" and device:
+        why = f"its device {device!r} is for protocol rdma; change the one, or drop the other"
+    elif protocol == "rdma" and FORCE_TCP in os.environ:
+        why = f"it is to use rdma, and {FORCE_TCP} is set; unset one of the two"
+    if why:
+        raise TransferError(f"the mooncake carrier: {why}")
     if protocol == "tcp":
-        if device:
-            raise TransferError(
-                f"the mooncake carrier's device {device!r} is for protocol rdma; with tcp there is "
-                "none: set protocol to rdma, or drop the device"
-            )
         return
-    if FORCE_TCP in os.environ:
-        raise TransferError(
-            f"the mooncake carrier is to use rdma, and {FORCE_TCP} is set; unset one of the two"
-        )
     there = rdma_devices()
     wanted = [name.strip() for name in device.split(",") if name.strip()]
     missing = [name for name in wanted if name not in there]

@@ -48,12 +48,10 @@ from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach, is_loopback
+from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, is_loopback
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
@@ -112,7 +110,7 @@ class LibraryCarrier(Carrier):
         admits: Admits | None = None,
         workers: int = THREADS_PER_PEER,
     ) -> None:
-        self.host = host or LOOPBACK
+        self.host = host or LOCALHOST
         self._workers = workers
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)

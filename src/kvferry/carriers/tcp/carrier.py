@@ -67,7 +67,7 @@ from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers, share
 from kvferry.copies import Copies, Ints, table_bytes, table_of
 from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach, dial, source_address
+from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, dial, source_address
 from kvferry.units import require_port
 
 STREAMS_PER_TRANSFER = 2
@@ -78,8 +78,6 @@ STAGED_STREAMS_PER_TRANSFER = 4
 # without work. So a transfer has about this many frames, within these bounds.
 FRAMES_PER_TRANSFER = 8
 LEAST_FRAME_BYTES = 4 << 20
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
 IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
 CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
 TRANSFERS_PER_PEER = 4  # at a time
@@ -129,7 +127,7 @@ class TcpCarrier(GrantingCarrier):
         key = Key.of(secret)
         self._reach = Reach(key.configured, admits)
         if host is None:
-            host = EVERYWHERE[0] if key.configured else LOOPBACK
+            host = EVERYWHERE[0] if key.configured else LOCALHOST
         self._reach.require_listening(host)
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
@@ -500,4 +498,4 @@ def _reachable(host: str) -> str:
     somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation: no host has it
     with contextlib.suppress(OSError):
         return source_address(somewhere, 9)
-    return "::1" if ":" in host else LOOPBACK
+    return "::1" if ":" in host else LOCALHOST
