@@ -136,7 +136,6 @@ class StridedCopies:
         return one * len(self.src_rows) * len(self.src_steps)
 
     def of_segments(self, which: slice) -> StridedCopies:
-        """Only these segments."""
         return replace(
             self,
             src_segments=self.src_segments[which],

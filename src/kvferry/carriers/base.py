@@ -97,7 +97,6 @@ class Carrier(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """How often things happened, by name."""
         return {}
 
 

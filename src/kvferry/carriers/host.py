@@ -149,7 +149,6 @@ class Vectors:
 
     @classmethod
     def of(cls, address: Ints, length: Ints) -> Vectors:
-        """The table of these ranges as they are."""
         table = np.empty((len(address), 2), dtype=np.int64)
         table[:, 0] = address
         table[:, 1] = length
@@ -239,7 +238,6 @@ def system_call(name: str) -> SystemCall:
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library; its calls release the interpreter's lock."""
     return ctypes.CDLL(None, use_errno=True)
 
 

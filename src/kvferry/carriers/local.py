@@ -123,7 +123,6 @@ class LocalPeer:
             )
 
     def require_reachable(self) -> None:
-        """Try one byte of every region."""
         count = len(self.regions)
         if count:
             landing = np.zeros(count, dtype=np.uint8)
@@ -160,7 +159,6 @@ class LocalCarrier(Carrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of the tcp server, for peers that fell back to it."""
         return self._tcp.counters
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -134,7 +134,6 @@ class Names:
             raise DeadlineExceeded(f"the host name {host!r:.80} was not resolved in time") from None
 
     def _find(self, host: str) -> tuple[str, ...]:
-        """By one of the threads."""
         try:
             found = self._look_up(host)
         except Exception as error:  # a bug of ours too: callers that wait get it

@@ -127,7 +127,6 @@ class BusObjects:
 
 
 def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
-    """How many hashes each object has."""
     found: Ints = -(-length // chunk_bytes)
     return found
 
@@ -196,7 +195,6 @@ class Bus:
         return self._move(objects, chunk_bytes, deadline, outward=True, after=after)
 
     def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
-        """Bring objects to the device."""
         return self._move(objects, chunk_bytes, deadline, outward=False)
 
     def close(self) -> None:
@@ -526,7 +524,6 @@ class _Lane:
         self._ended.record(stream)
 
     def finish(self) -> Hashes:
-        """Wait until all that was queued is done and visible."""
         self._ended.wait()
         at = self._chunks_at + 2 * MOST_HASHES
         return self._host[at : at + self._total].view(np.uint64).copy()
@@ -591,7 +588,6 @@ class _Pins:
         log.info("%.1f GiB of the pool's memory are pinned", self.bytes / (1 << 30))
 
     def holds(self, low: int, high: int) -> bool:
-        """Whether all memory from `low` to `high` is registered."""
         return self._address <= low and high <= self._address + self.bytes
 
     def close(self) -> None:

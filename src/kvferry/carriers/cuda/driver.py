@@ -155,7 +155,6 @@ class Driver:
         return found
 
     def status(self, name: str, *arguments: Any) -> int:
-        """Call it; the code that it returned."""
         return int(getattr(self._library, name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -316,7 +315,6 @@ class Device:
         return self._current
 
     def can_reach(self, other: Device) -> bool:
-        """Whether its kernels can use the other's memory."""
         if other.ordinal == self.ordinal:
             return True
         can = c_int()
@@ -324,7 +322,6 @@ class Device:
         return bool(can.value)
 
     def reach(self, other: Device) -> None:
-        """Let its kernels use the other's memory."""
         if other.ordinal != self.ordinal:
             code = self._driver.status("cuCtxEnablePeerAccess", other._context, 0)
             if code not in (0, _PEER_ACCESS_ALREADY_ENABLED):

@@ -57,7 +57,6 @@ _kernels: dict[tuple[int, int, bool, bool, int], Kernel] = {}
 
 @cache
 def available() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

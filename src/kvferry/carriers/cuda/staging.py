@@ -310,7 +310,6 @@ class StagingBuffers:
         chunk.used = True
 
     def finish(self) -> None:
-        """Wait until all kernels are done, and their bytes visible."""
         self.stream_buffers.finish()
 
     def drain(self) -> None:

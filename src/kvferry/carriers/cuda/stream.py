@@ -125,7 +125,6 @@ class StreamBuffers:
     def copy(
         self, copies: Copies | StridedCopies, src: Mapped, dst: Mapped, *, fill: bool = False
     ) -> None:
-        """Queue all of it."""
         for _ in self.steps(copies, src, dst, fill=fill):
             pass
 
@@ -595,7 +594,6 @@ def _look_together(numbers: Ints, tables: Sequence[Ints]) -> Look:
 
 @lru_cache(maxsize=256)
 def _heads(*sizes: int) -> Ints:
-    """Where each table begins."""
     return np.array([0, *accumulate(sizes)])
 
 

@@ -118,7 +118,6 @@ class NixlCarrier(LibraryCarrier):
         return metadata
 
     def _attach(self, endpoint: LibraryEndpoint) -> Any:
-        """The name of the peer's agent."""
         with self._agents_lock:  # or `_detach` of an older connection could remove it again
             try:
                 name = self._agent.add_remote_agent(endpoint.address)

@@ -412,7 +412,6 @@ class LibraryJob(Job):
 
 
 def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
-    """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
         ready = part.joined()
         starts = range(0, len(ready), descriptors)
@@ -432,7 +431,6 @@ def environment(ours: Mapping[str, str]) -> Iterator[None]:
 
 
 def rdma_devices() -> list[str]:
-    """The names of this host's RDMA devices."""
     there = RDMA_DEVICES.iterdir() if RDMA_DEVICES.is_dir() else []
     return sorted(device.name for device in there)
 

@@ -148,12 +148,10 @@ class TcpCarrier(GrantingCarrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Requests that the server has served and refused, by kind."""
         return self._server.counters
 
     @property
     def serving(self) -> int:
-        """Connections that others have to this carrier's memory."""
         return self._server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -398,8 +396,6 @@ class TcpPeer:
 
 
 class Streams:
-    """The connections that one transfer uses: one for each thread that works on it."""
-
     def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
         self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
         self._mine: dict[int, TcpConnection] = {}  # by thread

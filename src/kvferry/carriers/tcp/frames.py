@@ -108,8 +108,6 @@ class FrameKind(IntEnum):
 
 
 class Code(IntEnum):
-    """Why a request was refused."""
-
     MALFORMED = 1
     UNAUTHENTICATED = 2
     OUT_OF_BOUNDS = 3
@@ -385,7 +383,6 @@ class TcpStream:
             self._timeouts[option] = seconds
 
     def _error(self, code: int, doing: str) -> TransferError:
-        """The error of this errno."""
         if self._aborted:
             return PeerLost(f"the connection was ended on this side while {doing} the peer")
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):

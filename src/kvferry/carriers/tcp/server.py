@@ -90,7 +90,6 @@ class TcpServer:
 
     @property
     def serving(self) -> int:
-        """Connections that have authenticated."""
         return len(self._serving)
 
     def listen(self, listener: socket.socket) -> None:
