@@ -40,7 +40,7 @@ def test_a_slot_that_cannot_grow_stays_as_it_was(
     on: HostDevice, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(size: int) -> None:
-        raise CudaError(host_device.OUT_OF_MEMORY, "out of memory")
+        raise CudaError("out of memory")
 
     slot = _Slot(on)  # type: ignore[arg-type]
     before = slot.there, slot.address, len(slot.numbers)
@@ -75,7 +75,7 @@ def test_buffers_without_all_of_its_events_leaves_none(
 
     def some(self: host_device.Handle) -> None:
         if len(host_device.made) == number:
-            raise CudaError(host_device.OUT_OF_MEMORY, "out of memory")
+            raise CudaError("out of memory")
         begin(self)
 
     monkeypatch.setattr(host_device.Handle, "__init__", some)

@@ -328,7 +328,8 @@ class _Lane:
             self._there = on.allocate(8 * words)
             undo.callback(on.free, self._there)
             self._sums = on.allocate(SCRATCH_BYTES)
-            undo.pop_all()
+            undo.callback(on.free, self._sums)
+            self._made = undo.pop_all()
         self._host[: self._runs_at] = constants
 
     def wait_for(self, event: int) -> None:
@@ -538,14 +539,7 @@ class _Lane:
         self.drain()
         for half in self._halves:
             half.free()
-        self._device.free(self._sums)
-        self._device.free(self._there)
-        self._device.free_pinned(self._host.ctypes.data)
-        for event in (self._moved, self._ended, self._gap_begins, self._gap_ends):
-            event.destroy()
-        for stream in (self._bus, self._gaps):
-            stream.destroy()
-        self._buffers.free()
+        self._made.close()
 
 
 class _Pins:

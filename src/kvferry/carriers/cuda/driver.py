@@ -48,11 +48,7 @@ _FUNCTION_MAX_SHARED = 8
 
 
 class CudaError(TransferError):
-    """The driver refused a call; `code` is its number."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+    """The driver refused a call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +154,10 @@ class Driver:
         return int(getattr(self._library, name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
-        code = self.status(name, *arguments)
+        self.check(name, self.status(name, *arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise the error of a code that a call has returned."""
         if code:
             raise self.error(name, code)
 
@@ -166,7 +165,7 @@ class Driver:
         text = c_char_p()
         self._library.cuGetErrorString(code, byref(text))
         why = text.value.decode() if text.value else "unknown error"
-        return CudaError(code, f"CUDA: {name} failed with error {code}: {why}")
+        return CudaError(f"CUDA: {name} failed with error {code}: {why}")
 
 
 @cache
@@ -273,9 +272,7 @@ class Current:
         self._popped = byref(c_void_p())  # never read
 
     def __enter__(self) -> None:
-        code = self._driver.push(self._context)
-        if code:
-            raise self._driver.error("cuCtxPushCurrent", code)
+        self._driver.check("cuCtxPushCurrent", self._driver.push(self._context))
         if not _thread.relaxed:
             _thread.relaxed = True
             if threading.current_thread() is not threading.main_thread():
@@ -283,9 +280,7 @@ class Current:
                 self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def __exit__(self, *_: object) -> None:
-        code = self._driver.pop(self._popped)
-        if code:
-            raise self._driver.error("cuCtxPopCurrent", code)
+        self._driver.check("cuCtxPopCurrent", self._driver.pop(self._popped))
 
 
 class Device:
@@ -390,15 +385,11 @@ class CudaStream:
 
     def copy(self, dst: int, src: int, size: int) -> None:
         """Between any two memories that the device knows. Waits where much is queued already."""
-        code = self._driver.copy_waiting(dst, src, size, self.handle)
-        if code:
-            raise self._driver.error("cuMemcpyAsync", code)
+        self._driver.check("cuMemcpyAsync", self._driver.copy_waiting(dst, src, size, self.handle))
 
     def copy_at_once(self, dst: int, src: int, size: int) -> None:
         """The same for few copies, of memory that is the device's or pinned; keeps the lock."""
-        code = self._driver.copy(dst, src, size, self.handle)
-        if code:
-            raise self._driver.error("cuMemcpyAsync", code)
+        self._driver.check("cuMemcpyAsync", self._driver.copy(dst, src, size, self.handle))
 
     def copy_rows(
         self,
@@ -443,9 +434,7 @@ class CudaStream:
         """
         handle = event if isinstance(event, int) else event.handle
         call = self._driver.after_waiting if waits else self._driver.after
-        code = call(self.handle, handle, 0)
-        if code:
-            raise self._driver.error("cuStreamWaitEvent", code)
+        self._driver.check("cuStreamWaitEvent", call(self.handle, handle, 0))
 
     def synchronize(self) -> None:
         self._driver.call("cuStreamSynchronize", self.handle)
@@ -469,9 +458,7 @@ class CudaEvent:
     def record(self, stream: CudaStream, *, waits: bool = False) -> None:
         """waits  the queue may be full: other threads run meanwhile"""
         call = self._driver.record_waiting if waits else self._driver.record
-        code = call(self.handle, stream.handle)
-        if code:
-            raise self._driver.error("cuEventRecord", code)
+        self._driver.check("cuEventRecord", call(self.handle, stream.handle))
 
     def done(self) -> bool:
         """Raises where what came before it failed. No device need be current."""

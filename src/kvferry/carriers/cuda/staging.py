@@ -192,14 +192,14 @@ class Chunk:
     """Pinned memory, and when the bus is done with it."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device = on
         self.count = size  # bytes in use
         self.used = False
         with contextlib.ExitStack() as undo:
             self.moved = kept(undo, CudaEvent())
             self.bytes: Bytes = on.pinned(size)
-            undo.pop_all()
-        self.address: int = self.bytes.ctypes.data
+            self.address: int = self.bytes.ctypes.data
+            undo.callback(on.free_pinned, self.address)
+            self.free = undo.pop_all().close
 
     def settled(self) -> Bytes:
         """Its bytes, once the copy that is queued for them is done."""
@@ -208,27 +208,19 @@ class Chunk:
             self.used = False
         return self.bytes[: self.count]
 
-    def free(self) -> None:
-        self.moved.destroy()
-        self._device.free_pinned(self.address)
-
 
 class Half:
     """Device memory for one piece; there are two, which take turns."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device, self.bytes = on, size
+        self.bytes = size
         self.used = False
         with contextlib.ExitStack() as undo:
             self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self.there = on.allocate(size)
-            undo.pop_all()
+            undo.callback(on.free, self.there)
+            self.free = undo.pop_all().close
         self.mapped = Mapped.of([([MemoryRegion(self.there, size)], 0)])
-
-    def free(self) -> None:
-        self._device.free(self.there)
-        for event in (self.computed, self.moved):
-            event.destroy()
 
 
 class StagingBuffers:
@@ -258,7 +250,7 @@ class StagingBuffers:
             for _ in range(2):
                 self._halves.append(Half(on, width.piece_bytes))
                 undo.callback(self._halves[-1].free)
-            undo.pop_all()
+            self._made = undo.pop_all()
 
     def begin(self) -> None:
         """Nothing is under way."""
@@ -320,12 +312,7 @@ class StagingBuffers:
 
     def free(self) -> None:
         self.drain()
-        for chunk in self._ring:
-            chunk.free()
-        for half in self._halves:
-            half.free()
-        self.stream_buffers.free()
-        self.bus.destroy()
+        self._made.close()
 
 
 MOST_BUFFERS = 16  # what one peer uses at most: four transfers, four streams each

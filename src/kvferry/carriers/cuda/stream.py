@@ -88,7 +88,7 @@ class StreamBuffers:
             self._aside = kept(undo, CudaStream(urgency=urgency))
             self._brought = kept(undo, CudaEvent())
             self._mark = kept(undo, CudaEvent())
-            undo.pop_all()
+            self._made = undo.pop_all()
 
     def steps(
         self,
@@ -187,10 +187,7 @@ class StreamBuffers:
         self.drain()
         for slot in self._slots:
             slot.free()
-        for event in (self._mark, self._brought):
-            event.destroy()
-        for stream in (self._aside, self.stream):
-            stream.destroy()
+        self._made.close()
 
     def _batch(self, copies: StridedCopies, src: Mapped, dst: Mapped, fill: bool) -> _Batch | None:
         """Numbers in a slot, looked at and checked; None where they cannot be taken as they are."""
