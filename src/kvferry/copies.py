@@ -9,7 +9,7 @@ carrier that does not take them (`takes_strided`) gets arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,16 +103,9 @@ class StridedCopies:
     dst_steps: Ints
 
     def __post_init__(self) -> None:
-        rows, segments, steps = len(self.src_rows), len(self.lengths), len(self.src_steps)
-        if (
-            rows != len(self.dst_rows)
-            or not segments == len(self.src_segments) == len(self.dst_segments)
-            or steps != len(self.dst_steps)
-        ):
-            raise TransferError(
-                "strided copies have as many rows, segments and steps on both sides, found "
-                f"{[len(getattr(self, field.name)) for field in fields(self)]}"
-            )
+        assert len(self.src_rows) == len(self.dst_rows)
+        assert len(self.src_segments) == len(self.dst_segments) == len(self.lengths)
+        assert len(self.src_steps) == len(self.dst_steps)
 
     @classmethod
     def of_copies(cls, copies: Copies) -> StridedCopies:

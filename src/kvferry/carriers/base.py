@@ -86,10 +86,15 @@ class Carrier(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes, deadline: float) -> Any: ...
-    def read(self, peer: Any, copies: Copies) -> Transfer: ...
-    def write(self, peer: Any, copies: Copies) -> Transfer: ...
+    def submit(self, peer: Any, copies: Copies, *, reading: bool) -> Transfer: ...
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
+
+    def read(self, peer: Any, copies: Copies) -> Transfer:
+        return self.submit(peer, copies, reading=True)
+
+    def write(self, peer: Any, copies: Copies) -> Transfer:
+        return self.submit(peer, copies, reading=False)
 
     def detour_to(self, peer: Any) -> str:
         """Why this peer is reached by tcp instead; empty where it is not."""
@@ -249,12 +254,14 @@ class RegionTable:
             )
 
 
-def require_all(copies: Copies, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
-    """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
-    ours, theirs = "this carrier", "the peer"
-    for part in copies.windows():
-        src.require(theirs if reading else ours, part.src, part.length)
-        dst.require(ours if reading else theirs, part.dst, part.length)
+def checked(copies: Any, *, ours: RegionTable, theirs: RegionTable, reading: bool) -> Copies:
+    """Copies whose ends all lie in registered memory, or `OutOfBounds` before a byte moves."""
+    arrays = Copies.of(copies)
+    for part in arrays.windows():
+        here, there = (part.dst, part.src) if reading else (part.src, part.dst)
+        theirs.require("the peer", there, part.length)
+        ours.require("this carrier", here, part.length)
+    return arrays
 
 
 def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:

@@ -38,8 +38,8 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    checked,
     decode_endpoint,
-    require_all,
     slices,
 )
 from kvferry.carriers.tcp.carrier import TcpCarrier, TcpPeer
@@ -199,16 +199,6 @@ class LocalCarrier(Carrier):
         peer.tcp = self._tcp.connect(found.tcp, deadline)
         return peer
 
-    def read(self, peer: LocalPeer, copies: Copies) -> Transfer:
-        if peer.tcp is not None:
-            return self._tcp.read(peer.tcp, copies)
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: LocalPeer, copies: Copies) -> Transfer:
-        if peer.tcp is not None:
-            return self._tcp.write(peer.tcp, copies)
-        return self._submit(peer, copies, reading=False)
-
     def detour_to(self, peer: LocalPeer) -> str:
         return peer.detour
 
@@ -253,11 +243,12 @@ class LocalCarrier(Carrier):
             return str(error)
         return ""
 
-    def _submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.submit(peer.tcp, copies, reading=reading)
+
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
             peer.require_alive()
 
             def carry(part: Copies, _: Copies | None) -> None:

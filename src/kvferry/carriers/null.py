@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
+from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, checked, slices
 from kvferry.carriers.host import copy_runs
 from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
@@ -109,12 +109,6 @@ class NullCarrier(Carrier):
             raise PeerLost(f"no null carrier of this fabric has the endpoint {endpoint!r}")
         return NullPeer(carrier)
 
-    def read(self, peer: NullPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: NullPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
-
     def disconnect(self, peer: NullPeer) -> None:
         peer.disconnect()
 
@@ -123,12 +117,9 @@ class NullCarrier(Carrier):
         self._fabric.carriers.pop(self._address, None)
         self._workers.close()
 
-    def _submit(self, peer: NullPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: NullPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            theirs = peer.regions()
-            src, dst = (theirs, self.table) if reading else (self.table, theirs)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self.table, theirs=peer.regions(), reading=reading)
             self._run(job, peer, arrays)
 
         return self._workers.submit(Job(work, "a null read" if reading else "a null write"))

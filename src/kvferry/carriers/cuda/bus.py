@@ -78,6 +78,7 @@ MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
 MOST_RUNS = 1 << 15  # of one call, the direct way
 ONE_RUN = 1 << 60  # bytes: a half is one run
 PIN_BYTES = 256 << 20  # registered at a time
+GIB = 1 << 30
 
 Hashes = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
@@ -571,7 +572,8 @@ class _Pins:
                 if self._closing.is_set():  # the memory may be gone
                     break
                 if backed < end:
-                    log.warning("the system gives the pool only a part of its memory")
+                    text = "the system gives the pool %.1f of %.1f GiB of memory"
+                    log.warning(text, self.bytes / GIB, self._size / GIB)
                     break
                 with self._device.current():
                     self._device.register_host(self._address + self.bytes, end - self.bytes)
@@ -579,7 +581,7 @@ class _Pins:
         except Exception as error:
             if not self._closing.is_set():
                 log.warning("the pool's memory is not pinned, and slow to copy: %s", error)
-        log.info("%.1f GiB of the pool's memory are pinned", self.bytes / (1 << 30))
+        log.info("%.1f GiB of the pool's memory are pinned", self.bytes / GIB)
 
     def holds(self, low: int, high: int) -> bool:
         return self._address <= low and high <= self._address + self.bytes
@@ -614,13 +616,6 @@ Copy = tuple[int, int, int, int, int, int]  # the fields of `Rows`
 
 def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Rows:
     """Few copies between objects on the host and their slots on the device."""
-    count, width = len(place), int(length[0])
-    low, high = int(place[0]), int(place[-1]) + width
-    if count > 1 and bisect_right(starts, low) == bisect_right(starts, high - 1):
-        pitch = (high - width - low) // (count - 1)
-        even = bool((place == low + np.arange(count) * pitch).all() and (length == width).all())
-        if even and width <= pitch <= MOST_PITCH:  # the usual case
-            return Rows.of([(low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count)])
     step, slot_step = np.diff(place), np.diff(slot)
     begin_in, whole = _registrations(place, length, starts)
     # whether an object continues the row of the one before it

@@ -194,10 +194,10 @@ class CudaCarrier(Carrier):
         raise Cancelled("the carrier was closed")
 
     def read(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
+        return self.submit(peer, copies, reading=True)
 
     def write(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
+        return self.submit(peer, copies, reading=False)
 
     def disconnect(self, peer: CudaPeer) -> None:
         with self._lock:
@@ -254,7 +254,7 @@ class CudaCarrier(Carrier):
             raise _other_size(allocation)
         return address
 
-    def _submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
+    def submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
         if self._pool is None:  # nothing is registered: no copy lies inside of it
             self._pool = self._buffers_of(self._device or device(0))
         what = "a cuda read" if reading else "a cuda write"

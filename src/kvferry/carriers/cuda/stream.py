@@ -465,9 +465,12 @@ def last_end(starts: Ints, lengths: Ints, longest: int) -> int:
 
 def launches(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
     """First row, first and last item of each launch, so that none takes long."""
-    if rows * per_row <= MOST_ITEMS and rows * row_bytes <= LAUNCH_BYTES:
-        return iter(((0, 0, rows * per_row),))
-    return _cut(rows, per_row, row_bytes)
+    most_rows = max(1, MOST_ITEMS // per_row)
+    most_items = max(1, LAUNCH_BYTES * per_row // max(1, row_bytes))
+    for row in range(0, rows, most_rows):
+        items = min(most_rows, rows - row) * per_row
+        for begin in range(0, items, most_items):
+            yield row, begin, min(begin + most_items, items)
 
 
 def best_chunk(lengths: Ints) -> int:
@@ -560,15 +563,6 @@ def _singly(copies: StridedCopies, src: Mapped, dst: Mapped) -> Iterator[Copies]
         some = part.without_empty()
         if len(some):
             yield Copies(src.here(some.src), dst.here(some.dst), some.length)
-
-
-def _cut(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
-    most_rows = max(1, MOST_ITEMS // per_row)
-    most_items = max(1, LAUNCH_BYTES * per_row // max(1, row_bytes))
-    for row in range(0, rows, most_rows):
-        items = min(most_rows, rows - row) * per_row
-        for begin in range(0, items, most_items):
-            yield row, begin, min(begin + most_items, items)
 
 
 @cache

@@ -39,8 +39,8 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    checked,
     decode_endpoint,
-    require_all,
     slices,
 )
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
@@ -235,12 +235,6 @@ class LibraryCarrier(Carrier):
             raise
         return peer
 
-    def read(self, peer: LibraryPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: LibraryPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
-
     def disconnect(self, peer: LibraryPeer) -> None:
         """Ends its transfers; the library forgets the peer once the last of them is over."""
         peer.connected = False
@@ -313,11 +307,9 @@ class LibraryCarrier(Carrier):
             into = np.array([self._own.address], dtype=np.int64)
             self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
-    def _submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
             self.count("transfers")
             moved = 0
             for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):

@@ -38,9 +38,9 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    checked,
     decode_endpoint,
     is_staged,
-    require_all,
     slices,
 )
 from kvferry.carriers.host import HostMemory, joined
@@ -200,22 +200,15 @@ class TcpCarrier(GrantingCarrier):
         peer.close()
         raise Cancelled("the carrier was closed")
 
-    def read(self, peer: TcpPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: TcpPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
-
     def write_granted(self, peer: TcpPeer, copies: Copies, grant: bytes) -> Transfer:
-        return self._submit(peer, copies, reading=False, grant=grant)
+        return self.submit(peer, copies, reading=False, grant=grant)
 
-    def _submit(
+    def submit(
         self, peer: TcpPeer, copies: Copies, *, reading: bool, grant: bytes = b""
     ) -> Transfer:
         def work(job: Job) -> None:
-            arrays, ours = Copies.of(copies), self._server.regions
-            src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            ours, theirs = self._server.regions, peer.regions
+            arrays = checked(copies, ours=ours, theirs=theirs, reading=reading)
             total = sum(int(part.length.sum()) for part in arrays.windows())
             if total == 0:
                 return
