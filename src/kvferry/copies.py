@@ -103,9 +103,14 @@ class StridedCopies:
     dst_steps: Ints
 
     def __post_init__(self) -> None:
-        assert len(self.src_rows) == len(self.dst_rows)
-        assert len(self.src_segments) == len(self.dst_segments) == len(self.lengths)
-        assert len(self.src_steps) == len(self.dst_steps)
+        if (
+            len(self.src_rows) != len(self.dst_rows)
+            or not len(self.src_segments) == len(self.dst_segments) == len(self.lengths)
+            or len(self.src_steps) != len(self.dst_steps)
+        ):
+            raise TransferError(
+                "strided copies have as many rows, segments and steps on both sides"
+            )
 
     @classmethod
     def of_copies(cls, copies: Copies) -> StridedCopies:
