@@ -65,9 +65,6 @@ class Copies:
         return Copies(self.src[which], self.dst[which], self.length[which])
 
     def windows(self) -> Iterator[Copies]:
-        if 0 < len(self) <= WINDOW:
-            yield self
-            return
         for start in range(0, len(self), WINDOW):
             yield self[start : start + WINDOW]
 

@@ -77,7 +77,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
                     chunk = staging.chunk(piece.bytes - offset)
                     yield chunk.settled()
                     with self._device.current():
-                        staging.back(chunk, half, offset)
+                        staging.cross(chunk, half.there + offset, chunk.address)
                 with self._device.current():
                     staging.scatter(piece, half, self._memory)
             with self._device.current():
@@ -140,7 +140,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
             for offset in range(0, piece.bytes, staging.width.chunk_bytes):
                 chunk = staging.chunk(piece.bytes - offset)
                 with self._device.current():
-                    staging.out(half, offset, chunk)
+                    staging.cross(chunk, chunk.address, half.there + offset)
                 yield chunk
             with self._device.current():
                 half.moved.record(staging.bus)
@@ -291,13 +291,9 @@ class StagingBuffers:
         chunk.count = min(left, self.width.chunk_bytes)
         return chunk
 
-    def out(self, half: Half, offset: int, chunk: Chunk) -> None:
-        self.bus.copy_at_once(chunk.address, half.there + offset, chunk.count)
-        chunk.moved.record(self.bus)
-        chunk.used = True
-
-    def back(self, chunk: Chunk, half: Half, offset: int) -> None:
-        self.bus.copy_at_once(half.there + offset, chunk.address, chunk.count)
+    def cross(self, chunk: Chunk, dst: int, src: int) -> None:
+        """Have the bus copy a chunk's bytes, to it or from it."""
+        self.bus.copy_at_once(dst, src, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 
