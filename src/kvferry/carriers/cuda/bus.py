@@ -305,7 +305,7 @@ class _Lane:
 
     def __init__(self, on: Device, piece_bytes: int, outward: bool) -> None:
         xxh3.warm(on)
-        self.outward, urgency = outward, OUT_URGENCY if outward else BACK_URGENCY
+        urgency = OUT_URGENCY if outward else BACK_URGENCY
         self._device, self._piece_bytes = on, piece_bytes
         self._halves: list[Half] = []  # made when something is staged
         self._total = 0

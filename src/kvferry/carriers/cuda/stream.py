@@ -359,10 +359,11 @@ class Pool(Generic[P]):
     def put(self, buffers: P) -> None:
         """Nothing of them is under way."""
         with self._changed:
+            self._changed.notify()
             if not self._closed:
                 self._idle.append(buffers)
-                self._changed.notify()
                 return
+            self._count -= 1
         with self.device.current():
             buffers.free()
 
