@@ -24,7 +24,6 @@ Ints = NDArray[np.int64]
 # each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
 WINDOW = 1 << 15
 
-_INT64 = np.dtype(np.int64)
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
@@ -39,14 +38,6 @@ class Copies:
     @classmethod
     def of(cls, copies: Any) -> Copies:
         """The same, once they are known to be three arrays of integers of one length."""
-        if type(copies) is cls:
-            src, dst, length = copies.src, copies.dst, copies.length
-            if (
-                src.dtype is dst.dtype is length.dtype is _INT64
-                and src.shape == dst.shape == length.shape
-                and length.ndim == 1
-            ):
-                return copies
         arrays = src, dst, length = tuple(map(np.asarray, (copies.src, copies.dst, copies.length)))
         if not src.shape == dst.shape == length.shape or length.ndim != 1:
             raise TransferError(
@@ -74,9 +65,6 @@ class Copies:
         return Copies(self.src[which], self.dst[which], self.length[which])
 
     def windows(self) -> Iterator[Copies]:
-        if 0 < len(self) <= WINDOW:
-            yield self
-            return
         for start in range(0, len(self), WINDOW):
             yield self[start : start + WINDOW]
 
@@ -112,17 +100,13 @@ class StridedCopies:
     dst_steps: Ints
 
     def __post_init__(self) -> None:
-        rows, segments, steps = len(self.src_rows), len(self.lengths), len(self.src_steps)
         if (
-            rows != len(self.dst_rows)
-            or not segments == len(self.src_segments) == len(self.dst_segments)
-            or steps != len(self.dst_steps)
+            len(self.src_rows) != len(self.dst_rows)
+            or not len(self.src_segments) == len(self.dst_segments) == len(self.lengths)
+            or len(self.src_steps) != len(self.dst_steps)
         ):
             raise TransferError(
-                "strided copies have as many rows, segments and steps on both sides, found "
-                f"{rows} and {len(self.dst_rows)} rows, {len(self.src_segments)} and "
-                f"{len(self.dst_segments)} segments of {segments} lengths, "
-                f"{steps} and {len(self.dst_steps)} steps"
+                "strided copies have as many rows, segments and steps on both sides"
             )
 
     @classmethod
@@ -147,7 +131,6 @@ class StridedCopies:
         return one * len(self.src_rows) * len(self.src_steps)
 
     def of_segments(self, which: slice) -> StridedCopies:
-        """Only these segments."""
         return replace(
             self,
             src_segments=self.src_segments[which],

@@ -52,7 +52,6 @@ class CostLine:
 
     @property
     def latest(self) -> float:
-        """When the last observation was made."""
         return self._seen[-1][2] if self._seen else -math.inf
 
     def add(self, size: float, seconds: float, now: float) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import secrets
 import stat
 from pathlib import Path
@@ -95,8 +94,8 @@ def _require_private(found: os.stat_result, path: Path) -> None:
     mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
     if found.st_uid != me:
         raise NotPrivate(
-            f"{path} belongs to {_name(found.st_uid)}, this process runs as {_name(me)}; name a "
-            "path of your own, or run it as that user"
+            f"{path} belongs to user {found.st_uid}, this process runs as user {me}; name a path "
+            "of your own, or run it as that user"
         )
     if mode & _OTHERS:
         is_folder = stat.S_ISDIR(found.st_mode)
@@ -104,10 +103,3 @@ def _require_private(found: os.stat_result, path: Path) -> None:
         if mode & stat.S_ISVTX:  # a directory for all users, like /tmp
             what = "name a directory inside it"
         raise NotPrivate(f"{path} has mode {mode:04o}, which lets other users in; {what}")
-
-
-def _name(uid: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:  # in a container, a user without an entry in /etc/passwd
-        return f"user {uid}"

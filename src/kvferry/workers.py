@@ -2,7 +2,6 @@
 """The executor: bounded daemon threads, shares of them by lane, and deadlines for those that wait.
 
 `Threads` either accepts work, and then does it exactly once, or refuses it, and then never does it.
-A caller that is refused reports a failure, and nothing of that work may happen afterwards.
 
     accepted --> queued --> running --> done
        '--> waits in its lane             '--> given up (`give_up`): another thread takes its place
@@ -15,9 +14,6 @@ begins without threads and without its parent's work.
 Work may name a lane, which is the peer that it may have to wait for. A lane gets another thread
 while it has fewer than are free. So one peer has half of the threads at most, two peers have a
 third each, and a newcomer finds one free. Work beyond that waits in its lane, and lanes take turns.
-
-A `Call` is work with a result. `LateCalls` makes calls of a client that knows no deadlines, and
-leaves the caller's side of each one at its deadline.
 """
 
 from __future__ import annotations
@@ -86,10 +82,10 @@ class Threads:
             else:
                 self._enqueue(lane, work)
 
-    def call(self, function: Callable[[], T]) -> Call[T]:
+    def call(self, function: Callable[[], T], lane: str = "") -> Call[T]:
         """The same for a function whose result is wanted."""
         call = Call(function)
-        self.submit(call)
+        self.submit(call, lane)
         return call
 
     @property
@@ -103,11 +99,8 @@ class Threads:
         return len(self._stuck)
 
     def give_up(self, call: Call[Any]) -> bool:
-        """A running call does not come back for now: let another thread take its thread's place.
-
-        When the call comes back after all, its thread ends. False where the call is not running,
-        where too many are stuck already, or where no thread can be started for waiting work.
-        """
+        """A running call does not come back for now: let another thread take its thread's place,
+        which ends when the call comes back after all. False where that cannot be done."""
         with self._lock:
             if not call.running() or call in self._stuck or len(self._stuck) >= self._most_stuck:
                 return False
@@ -254,9 +247,8 @@ MAX_ABANDONED = 16
 class LateCalls:
     """Calls of one client that takes no deadline, each with one. No call waits for another.
 
-    The caller leaves at its deadline with `StoreError`, and the call is *abandoned*, with its
-    thread. While `most_hanging` calls hang, all others fail at once. An abandoned call goes on, so
-    no call may use memory of its caller.
+    The caller leaves at its deadline with `StoreError`, and the call goes on, so no call may use
+    memory of its caller. While `most_hanging` calls hang, all others fail at once.
     """
 
     def __init__(self, client: str, *, most_hanging: int = MAX_ABANDONED) -> None:

@@ -10,7 +10,7 @@ from carrier_peer import soon
 from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
-from kvferry.carriers.cuda import kernels, staging
+from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import device
 from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
@@ -245,8 +245,7 @@ def test_no_request_waits_for_a_compiler(buffers, monkeypatch: pytest.MonkeyPatc
     src, _ = buffers
     memory = DeviceMemory([MemoryRegion(src.address, SIZE)])
     assert memory.warmed.wait(120)
-    monkeypatch.setattr(kernels, "compile_kernel", lambda *_: pytest.fail("compiled late"))
-    monkeypatch.setattr(staging, "compile_kernel", lambda *_: pytest.fail("compiled late"))
+    monkeypatch.setattr(kernels, "compiled", lambda *_: pytest.fail("compiled late"))
     for size in (64, 256, 1024, 4096, 65536):
         slots = src.address + np.arange(0, SIZE, 4 * size)
         for lengths in (np.full(len(slots), size), np.resize([size, size // 2], len(slots))):

@@ -21,7 +21,6 @@ import xxhash
 from kvferry.carriers.cuda import bus, kernels, staging, stream
 from kvferry.carriers.cuda.driver import CudaError, DevicePlace, Rows
 
-OUT_OF_MEMORY = 2
 ahead: dict[int, Callable[[], None]] = {}  # by handle, what happens before others' events
 made: list[Any] = []  # streams and events that were not destroyed
 
@@ -111,7 +110,7 @@ class HostDevice:
 
     def allocate(self, size: int) -> int:
         if size > self.room:
-            raise CudaError(OUT_OF_MEMORY, "out of memory")
+            raise CudaError("out of memory")
         self.room -= size
         return int(self.pinned(size).ctypes.data)
 

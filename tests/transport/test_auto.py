@@ -83,22 +83,17 @@ def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken, tcp = Scripted("cuda", ZeroDivisionError("by nothing")), Scripted("tcp", "")
-    first, second = Scripted("local", "a detour"), Scripted("nixl", "another")
-    all_of_them: list[Any] = [broken, first, second, tcp]
-    offered = dict.fromkeys(("cuda", "local", "nixl", "tcp"), b"")
+    first = Scripted("local", "a detour")
+    all_of_them: list[Any] = [broken, first, tcp]
+    offered = dict.fromkeys(("cuda", "local", "tcp"), b"")
     assert connect(offered, all_of_them, soon(), "rank 3")[0] is tcp
-    assert (len(first.peers), len(second.peers), len(tcp.peers)) == (0, 0, 1)
+    assert (len(first.peers), len(tcp.peers)) == (0, 1)
     assert "ZeroDivisionError" in caplog.text and "rank 3: carrier cuda failed" in caplog.text
     with pytest.raises(HandoverError, match="cuda: ZeroDivisionError: by nothing"):
         connect(offered, [broken], soon())
     all_of_them[-1] = Scripted("tcp", OSError("no"))
     assert connect(offered, all_of_them, soon())[0] is first
-    assert (len(first.peers), len(second.peers)) == (1, 0)
-    first.peers.clear()
-    all_of_them[-1] = Scripted("tcp", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        connect(offered, all_of_them, soon())
-    assert (first.peers, second.peers) == ([], [])
+    assert len(first.peers) == 1
 
 
 def test_the_order() -> None:

@@ -17,7 +17,7 @@ from kvferry.carriers.cuda.carrier import CudaEndpoint
 from kvferry.carriers.library.shared import LibraryEndpoint
 from kvferry.carriers.liveness import Liveness
 from kvferry.carriers.local import LocalEndpoint, _text
-from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.carriers.tcp.carrier import TcpEndpoint
 from kvferry.errors import DeadlineExceeded, KvferryError, ProtocolError, TransferError
 from kvferry.net import names
 

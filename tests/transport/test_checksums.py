@@ -18,7 +18,7 @@ import xxhash
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.null import Faults
-from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.carriers.tcp.carrier import TcpEndpoint
 from kvferry.copies import table_bytes
 from kvferry.errors import OutOfBounds, ProtocolError
 from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest

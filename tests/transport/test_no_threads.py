@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from test_push import D, P, error_of, hold, peers
 
-from kvferry.carriers.tcp.client import TcpEndpoint
+from kvferry.carriers.tcp.carrier import TcpEndpoint
 from kvferry.handover import push
 from no_threads import no_threads
 from p2p_peers import Producer, Prompt

@@ -22,9 +22,14 @@ from kvferry.carriers.base import (
     slices,
 )
 from kvferry.carriers.host import HostMemory
-from kvferry.carriers.tcp import client, frames
-from kvferry.carriers.tcp.carrier import STREAMS_PER_TRANSFER, TcpCarrier
-from kvferry.carriers.tcp.client import TRANSFERS_PER_PEER, TcpEndpoint
+from kvferry.carriers.tcp import carrier as tcp_carrier
+from kvferry.carriers.tcp import frames
+from kvferry.carriers.tcp.carrier import (
+    STREAMS_PER_TRANSFER,
+    TRANSFERS_PER_PEER,
+    TcpCarrier,
+    TcpEndpoint,
+)
 from kvferry.carriers.tcp.frames import HEADER, FrameHeader, FrameKind, TcpStream
 from kvferry.carriers.tcp.server import FrameRefused, Grants, ServerLimits
 from kvferry.copies import Copies, table_bytes
@@ -204,7 +209,7 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
                 time.sleep(0.1)
 
     monkeypatch.setattr(TcpStream, "send", send)
-    monkeypatch.setattr(client, "CANCEL_SECONDS", 0.2)
+    monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 0.2)
     owner, user = End(), End(limits=ServerLimits(stall_seconds=0.5))
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     for cancels in (False, True):

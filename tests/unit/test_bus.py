@@ -252,10 +252,11 @@ def test_memory_is_registered_late_but_not_later_than_it_is_used(on: HostDevice)
     bus.close()
 
 
-def test_a_busy_bus_and_a_late_one(on: HostDevice) -> None:
+def test_a_busy_bus_and_a_late_one(on: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buses, "OUT_LANES", 1)
     device = np.zeros(1 << 16, dtype=np.uint8)
     host = np.zeros(1 << 16, dtype=np.uint8)
-    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)], out_lanes=1)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)])
     one = np.array([4096], dtype=np.int64)
     objects = BusObjects(
         np.array([host.ctypes.data]),

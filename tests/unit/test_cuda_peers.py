@@ -78,7 +78,7 @@ def endpoint() -> Iterator[CudaEndpoint]:
 
 def owned_by(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That process vouches for every endpoint."""
-    monkeypatch.setattr(carrier, "ask", lambda *_: vouch.Owner(pid))
+    monkeypatch.setattr(carrier, "ask", lambda *_: pid)
 
 
 def raw(endpoint: CudaEndpoint, **changes: object) -> bytes:

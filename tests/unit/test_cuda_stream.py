@@ -26,8 +26,8 @@ from kvferry.carriers.cuda.carrier import CudaTransfer, CudaTransfers
 from kvferry.carriers.cuda.kernels import Kernel
 from kvferry.carriers.cuda.stream import (
     LAUNCH_BYTES,
-    BufferPool,
     Mapped,
+    Pool,
     StreamBuffers,
     best_chunk,
     launches,
@@ -401,7 +401,8 @@ class Copying:
     transfers: CudaTransfers = field(default_factory=CudaTransfers)
 
     def __post_init__(self) -> None:
-        self.pool = BufferPool(HostDevice(), triton=True)  # type: ignore[arg-type]
+        on: Any = HostDevice()
+        self.pool = Pool(on, lambda: StreamBuffers(on, triton=True))
         self.copies = strided(np.random.default_rng(6), 2, 40, 1, 64)
 
     def read(self) -> CudaTransfer:

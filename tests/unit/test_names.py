@@ -264,34 +264,17 @@ def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Names(server.look_up)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        answer = asked.ask("p", time.monotonic() + 30)
+        answer = asked.ask("p")
         assert isinstance(answer.exception(0), PeerLost)
     assert asked.resolved("p", time.monotonic() + SOON) == ("127.0.0.1",)  # it goes on
-
-
-def test_a_queue_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "MOST_THREADS", 1)
-    monkeypatch.setattr(names, "MOST_QUEUED", 2)
-    server = NameServer()
-    asked = Names(server.look_up)
-    far = time.monotonic() + 30
-    first = asked.ask("slow", far)
-    wait_until(lambda: server.asked)
-    waiting = [asked.ask(host, far) for host in ("a", "b")]
-    assert "too many" in str(asked.ask("c", far).exception(0)) and not first.done()
-    assert asked.ask("a", far) is waiting[0]
-    with pytest.raises(DeadlineExceeded):
-        asked.resolved("a", time.monotonic() + 0.05)
-    server.answers.set()
-    assert all("no such name" in str(one.exception(SOON)) for one in waiting)
 
 
 FORKED = """
 import os, threading, time
 from kvferry.net.names import NAMES
-gate, soon = threading.Event(), time.monotonic() + 20
+gate = threading.Event()
 NAMES._look_up = lambda host: gate.wait(20) and ("127.0.0.2",)
-asked = NAMES.ask("p", soon)
+asked = NAMES.ask("p")
 child = os.fork()
 if not child:
     NAMES._look_up = lambda host: ("127.0.0.3",)

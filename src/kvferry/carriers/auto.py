@@ -106,18 +106,16 @@ def connect(
             log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
             out.append(f"{carrier.name}: {text_of(error)}")
             continue
-        except BaseException:
-            _let_go(held)
-            raise
         detour = carrier.detour_to(peer)
-        if detour and any(c.name == "tcp" for c in later):
+        if detour and held is None and any(c.name == "tcp" for c in later):
             out.append(f"{carrier.name}: {detour}")
-            if held is None:
-                held = (carrier, peer, detour)
-            else:
-                _let_go((carrier, peer, detour))
+            held = (carrier, peer, detour)
             continue
-        _let_go(held)
+        if held is not None:
+            try:
+                held[0].disconnect(held[1])
+            except Exception as error:
+                log.debug("leaving a peer: %s", text_of(error))
         return _say(who, carrier, peer, out, detour)
     if held is not None:
         return _say(who, held[0], held[1], out, held[2])
@@ -129,14 +127,6 @@ def _until(deadline: float, others: int) -> float:
     now = time.monotonic()
     left = deadline - now
     return now + max(left / 2, min(left, LEAST_CONNECT_SECONDS)) if others else deadline
-
-
-def _let_go(held: tuple[Carrier, Any, str] | None) -> None:
-    if held is not None:
-        try:
-            held[0].disconnect(held[1])
-        except Exception as error:
-            log.debug("leaving a peer: %s", text_of(error))
 
 
 def _say(who: str, carrier: Carrier, peer: Any, out: list[str], detour: str) -> Link:

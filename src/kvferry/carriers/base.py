@@ -13,28 +13,17 @@
 Addresses are absolute, each in the address space of the process that owns it. Every remote range
 must lie inside one region that the peer registered, and every local range inside one of this
 carrier's own. All ranges are checked before the first byte moves: by the peer for tcp, by the
-initiator for local and cuda, against regions that their owner has vouched for. *Done* means visible
-at the destination. Deadlines are absolute, on `time.monotonic()`. A carrier whose `register` failed
-can only be closed.
-
-Errors of the copies themselves come from `wait`, as all others do. The arrays must stay as they are
-until the transfer has ended. Copies of one batch may be done in any order.
+initiator for the others. *Done* means visible at the destination. Deadlines are absolute, on
+`time.monotonic()`. All errors of a transfer come from `wait`. The arrays must stay as they are
+until it has ended; its copies may be done in any order. A carrier whose `register` failed can only
+be closed.
 
 A transfer ends *abandoned* where it was given up and its bytes may still arrive: a library cannot
-take back a batch that it has begun, or a peer does not confirm. Then `cancel` raises
-`DeadlineExceeded`, each time. While `settled` is false, the memory is in use, and its owner must
-not give it to another request. Carriers that can come to this count it (`counters["abandoned"]`,
-and `abandoned_now` for those that still run).
+take back a batch that it has begun, or a peer does not confirm. While `settled` is false, the
+memory is in use, and its owner must not give it to another request. Carriers that can come to this
+count it (`counters["abandoned"]`, and `abandoned_now` for those that still run).
 
-Where the owner of memory can take back a peer's right to write (`can_revoke`), the carrier is a
-`GrantingCarrier` too:
-
-    grant = carrier.open_grant(address, length)           own ranges, and an unguessable id for them
-    transfer = carrier.write_granted(peer, copies, grant) by a peer that was told the id
-    written = carrier.close_grant(grant, seconds)         bytes that came; no more do after that
-
-A carrier splits batches that its backend cannot take whole; no caller has to know. One suite of
-tests (tests/transport/test_conformance.py) runs on all carriers.
+One suite of tests (tests/transport/test_conformance.py) runs on all carriers.
 """
 
 from __future__ import annotations
@@ -42,15 +31,17 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.copies import Copies, Ints
-from kvferry.errors import OutOfBounds, TransferError
+from kvferry.errors import OutOfBounds, ProtocolError, TransferError
 
 Bytes = NDArray[np.uint8]
+T = TypeVar("T")
 GRANT_BYTES = 16
 
 
@@ -72,11 +63,7 @@ class Transfer(Protocol):
     """A read or a write under way. Any method, from any thread, any number of times."""
 
     def wait(self, deadline: float) -> None:
-        """Return when done; raise the `TransferError` that ended it.
-
-        `DeadlineExceeded` where it goes on after the deadline (`poll` then says so), and where the
-        carrier itself gave up on a peer that makes no progress.
-        """
+        """Return when done; raise the `TransferError` that ended it, or `DeadlineExceeded`."""
 
     def poll(self) -> TransferState: ...
 
@@ -84,11 +71,8 @@ class Transfer(Protocol):
         """Whether it has ended, and no byte of it arrives in this side's memory any more."""
 
     def cancel(self) -> None:
-        """Give it up. Returns when no byte of it can arrive any more.
-
-        Bounded: `DeadlineExceeded` while bytes of it may still arrive, because neither the peer
-        nor the library has confirmed its end in time: it is abandoned.
-        """
+        """Give it up. Returns when no byte of it can arrive any more, or raises `DeadlineExceeded`
+        each time, while it is abandoned."""
 
 
 class Carrier(Protocol):
@@ -102,10 +86,15 @@ class Carrier(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes, deadline: float) -> Any: ...
-    def read(self, peer: Any, copies: Copies) -> Transfer: ...
-    def write(self, peer: Any, copies: Copies) -> Transfer: ...
+    def submit(self, peer: Any, copies: Copies, *, reading: bool) -> Transfer: ...
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
+
+    def read(self, peer: Any, copies: Copies) -> Transfer:
+        return self.submit(peer, copies, reading=True)
+
+    def write(self, peer: Any, copies: Copies) -> Transfer:
+        return self.submit(peer, copies, reading=False)
 
     def detour_to(self, peer: Any) -> str:
         """Why this peer is reached by tcp instead; empty where it is not."""
@@ -113,12 +102,12 @@ class Carrier(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """How often things happened, by name."""
         return {}
 
 
 class GrantingCarrier(Carrier, Protocol):
-    """A carrier whose owner of memory decides which ranges may be written, and until when."""
+    """A carrier whose owner of memory decides which ranges may be written, and until when: by peers
+    that were told an unguessable id."""
 
     can_revoke: bool = True
 
@@ -126,10 +115,8 @@ class GrantingCarrier(Carrier, Protocol):
         """Let peers that name the id write these ranges of registered memory."""
 
     def close_grant(self, grant: bytes, seconds: float) -> int:
-        """Bytes that were written under it; none arrives after this returns. Idempotent.
-
-        `DeadlineExceeded` where a writer does not leave the memory in time: close it again.
-        """
+        """Bytes that were written under it; none arrives after this returns. Idempotent, also after
+        `DeadlineExceeded`: a writer did not leave the memory in time."""
 
     def write_granted(self, peer: Any, copies: Copies, grant: bytes) -> Transfer: ...
 
@@ -139,22 +126,21 @@ def is_granting(carrier: Carrier | None) -> TypeGuard[GrantingCarrier]:
 
 
 class Memory(Protocol):
-    """Registered memory of this process, by address, where the kernel may not reach each run.
+    """Registered memory of this process, by address. Several threads may call at once.
 
-        gather    many runs of registered memory, one after another, into a staging buffer
-        scatter   a staging buffer to many runs of registered memory
-        zero      runs that nothing was written to
-
-    Every method returns when it is done: gathered bytes are in `into`, scattered bytes are visible
-    to all users of that memory. Ranges outside of the memory are `OutOfBounds`, and nothing is
-    copied. Several threads may call at once, each with a buffer of its own.
+    Every method returns when it is done, and its bytes are visible to all users of that memory.
+    Ranges outside of the memory are `OutOfBounds`, and nothing is copied.
     """
 
     is_staged: bool = False  # then it is a `StagedMemory`
     is_mixing: bool = False  # then it is a `checksum.MixingMemory`
 
-    def gather(self, address: Ints, length: Ints, into: Bytes) -> None: ...
-    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None: ...
+    def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
+        """The runs, one after another, to the beginning of `into`."""
+
+    def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
+        """The beginning of `source` to the runs, in their order."""
+
     def zero(self, address: Ints, length: Ints) -> None: ...
 
     def close(self) -> None:
@@ -163,11 +149,10 @@ class Memory(Protocol):
 
 
 class StagedMemory(Memory, Protocol):
-    """Memory that hands out chunks of staging memory of its own, and works while one is used.
+    """A GPU's memory, which hands out chunks of staging memory, and works while one is used.
 
-    A GPU's memory does. Carriers need none of this for host memory: the kernel sends from and
-    receives into the runs themselves. Chunks come in the order of the runs' bytes. Close the
-    generator, also where it did not end: then nothing that it began is under way.
+    Chunks come in the order of the runs' bytes. Close the generator, also where it did not end:
+    then nothing that it began is under way.
     """
 
     is_staged: bool = True
@@ -183,6 +168,17 @@ class StagedMemory(Memory, Protocol):
 
 def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
     return memory.is_staged
+
+
+def decode_endpoint(decoder: msgspec.msgpack.Decoder[T], raw: bytes, carrier: str) -> T:
+    """A peer's endpoint of that carrier, with the types that `decoder` knows.
+
+    Decoders are made when their modules are imported: their first use is on many threads.
+    """
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"this is not the endpoint of a {carrier} carrier: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +254,14 @@ class RegionTable:
             )
 
 
-def require_all(copies: Copies, src: RegionTable, dst: RegionTable, *, reading: bool) -> None:
-    """Both ends of every copy lie in registered memory, or `OutOfBounds` before a byte moves."""
-    ours, theirs = "this carrier", "the peer"
-    for part in copies.windows():
-        src.require(theirs if reading else ours, part.src, part.length)
-        dst.require(ours if reading else theirs, part.dst, part.length)
+def checked(copies: Any, *, ours: RegionTable, theirs: RegionTable, reading: bool) -> Copies:
+    """Copies whose ends all lie in registered memory, or `OutOfBounds` before a byte moves."""
+    arrays = Copies.of(copies)
+    for part in arrays.windows():
+        here, there = (part.dst, part.src) if reading else (part.src, part.dst)
+        theirs.require("the peer", there, part.length)
+        ours.require("this carrier", here, part.length)
+    return arrays
 
 
 def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:
@@ -272,13 +270,6 @@ def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:
     A copy that is longer than `max_bytes` comes in pieces.
     """
     for window in copies.windows():
-        longest = int(window.length.max())
-        if 0 < longest <= max_bytes and longest == int(window.length.min()):
-            step = max_bytes // longest  # quicker than adding up the lengths
-            for first in range(0, len(window), step):
-                some = slice(first, first + step)
-                yield window[some]
-            continue
         part = window.without_empty()
         if len(part) == 0:
             continue

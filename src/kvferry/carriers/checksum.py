@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mix128`: a checksum that a GPU makes of its own memory, as fast as it reads it.
 
-xxh3 goes through bytes one after another. Here every 8 bytes are mixed with their position by
-themselves, and the results are added up, so that any number of threads take part, in any order:
+Every 8 bytes are mixed with their position by themselves, and the results are added up, so that any
+number of threads take part, in any order:
 
     runs are padded with zeros to whole words; words are numbered through all runs
     h = scramble(word ^ (number x A + B))      one to one for each number: one wrong word is seen
     g = scramble again                         a second sum, of other bits
     digest = xxh3 of (sum of h, sum of g, the runs' lengths)
 
-Words that change places, runs that change lengths and bits that flip change it; that two lists of
-words have both sums in common is as likely as for any hash of 128 bits. It finds accidents, not
-malice: an attacker can construct words that go unseen.
-
-A GPU computes it in cuda/staging.py; this module defines it in NumPy, for memory of any kind.
+It finds accidents, not malice: an attacker can construct words that go unseen. A GPU computes it in
+cuda/staging.py; this module defines it in NumPy, for memory of any kind.
 """
 
 from __future__ import annotations

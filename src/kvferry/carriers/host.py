@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory: this process's own, by address, and that of other processes of this host.
 
-`HostMemory` gathers, scatters and zeroes without a Python loop. Ranges are checked against its
-regions first, so no other byte is ever touched.
+`HostMemory` checks ranges against its regions, and then gathers, scatters and zeroes them.
 
-`copy_runs` and `spread` copy inside one process, by address. They need no system call and no
-permission. Copies of one length go together: seen through a dtype of that many bytes and a stride
-of one byte, memory is an array in which every byte begins an element, and NumPy's indexing moves
-whole elements from anywhere to anywhere. So Python runs once per distinct length, alignment does
-not matter, and the interpreter's lock is free meanwhile. Where many lengths are mixed, each run is
-cut into powers of two, so that there are never more than a few groups. A gather whose runs lie a
-multiple of their length apart is one `np.take` straight into its buffer, which needs no
-intermediate array and is twice as fast. Long runs move by one call each, which is faster (91 % of
-memcpy with checksums, against 73 %, at 64 KiB), because NumPy's own copy of a long element is not
-memcpy.
+`copy_runs` and `spread` copy inside one process, without a Python loop. Copies of one length go
+together: seen through a dtype of that many bytes and a stride of one byte, memory is an array in
+which every byte begins an element, and NumPy's indexing moves whole elements from anywhere to
+anywhere, without the interpreter's lock. Where many lengths are mixed, each run is cut into powers
+of two, so that there are never more than a few groups. Long runs move by one call each, which is
+faster, because NumPy's own copy of a long element is not memcpy.
 
 `Vectors` is a table of (address, length) as the kernel takes it: a stream of bytes, the ranges one
 after another. A system call takes at most `VECTORS_PER_CALL` of them and moves as much as it likes.
-`Vectors` remembers how far the stream has come, and cuts the range in which it stopped. Python runs
-once per call, never per range.
+`Vectors` remembers how far the stream has come, and cuts the range in which it stopped.
 
 `read` and `write` copy between processes by `process_vm_readv` and `process_vm_writev`. They are
-one-sided: the other process takes no part, and only needs to stay alive. Each side's neighbours are
-joined before anything is issued: the kernel pins pages once per remote vector, so heads that lie
-together at the source and apart at the destination cost one pin, not one each (twice the rate at
-256 bytes a descriptor). Both tables always describe the same stream of bytes; a call moves as much
-of it as both of its lists cover, and the next call resumes there, in the middle of a vector where
-need be. The kernel checks every address on both sides: a wrong one is an error, never a crash.
+one-sided: the other process only needs to stay alive. Each side's neighbours are joined first: the
+kernel pins pages once per remote vector, so heads that lie together at the source and apart at the
+destination cost one pin, not one each (twice the rate at 256 bytes a descriptor). The kernel checks
+every address on both sides: a wrong one is an error, never a crash.
 """
 
 from __future__ import annotations
@@ -55,7 +47,6 @@ MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut in
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
 VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
 IOVEC_BYTES = 16
-SAMPLE = 512  # pairs of neighbours looked at before all are
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 # pid, local table, local count, remote table, remote count, flags (none) -> bytes moved, or -1 with
@@ -64,32 +55,22 @@ SystemCall = Callable[[int, int, int, int, int, int], int]
 
 
 class HostMemory(Memory):
-    """Regions of host memory."""
+    """Regions of host memory; see `Memory`."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._table = RegionTable.of(regions)
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
-        """The runs, one after another, to the beginning of `into`."""
         self._require(address, length, into)
         for runs, sizes, where in self._runs(address, length):
             copy_runs(runs, into.ctypes.data + where, sizes)
 
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
-        """The beginning of `source` to the runs, in their order."""
         self._require(address, length, source)
         for runs, sizes, where in self._runs(address, length):
             copy_runs(source.ctypes.data + where, runs, sizes)
 
-    def place(self, source: Bytes, at: Ints, address: Ints, length: Ints) -> None:
-        """Runs of `source`, from anywhere in it, to runs of this memory. One window at most."""
-        self._require(address, length, None)
-        if len(at) and (int(at.min()) < 0 or int((at + length).max()) > len(source)):
-            raise TransferError(f"a run leaves its buffer of {len(source)} bytes")
-        copy_runs(source.ctypes.data + at, address, length)
-
     def zero(self, address: Ints, length: Ints) -> None:
-        """Set ranges to zero."""
         self._require(address, length, None)
         for runs, sizes, _ in self._runs(address, length):
             short = sizes < LONG_RUN_BYTES
@@ -168,7 +149,6 @@ class Vectors:
 
     @classmethod
     def of(cls, address: Ints, length: Ints) -> Vectors:
-        """The table of these ranges as they are."""
         table = np.empty((len(address), 2), dtype=np.int64)
         table[:, 0] = address
         table[:, 1] = length
@@ -195,7 +175,7 @@ class Vectors:
 
 def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     """The same bytes in the same order, with ranges that touch made one. None may be empty."""
-    if len(length) < 2 or _apart(address, length):
+    if len(length) < 2:
         return address, length
     apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
     if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
@@ -258,16 +238,7 @@ def system_call(name: str) -> SystemCall:
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library; its calls release the interpreter's lock."""
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _apart(address: Ints, length: Ints) -> bool:
-    """Whether, of many ranges, no two touch as far as some of them show: then few do."""
-    step = len(length) // SAMPLE
-    if step < 2:
-        return False
-    return bool((address[1::step] != (address[:-1:step] + length[:-1:step])).all())
 
 
 def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:

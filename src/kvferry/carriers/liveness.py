@@ -11,17 +11,10 @@ ends, however it ends; keep-alive notices a host that vanishes within
     owner    -> visitor  GOODBYE, where its carrier is being closed
 
 A visitor that reads a goodbye, or anything else, takes the peer for lost. Bytes of the peer may
-still be under way then, because its library may still be at work. Only the end of the connection
-says that none are: an owner closes it after its library, and the kernel with all other connections
-of the process. A network that fails says nothing.
+still be under way then. Only the end of the connection says that none are: an owner closes it after
+its library. A process that got the same port later has neither the token nor the incarnation.
 
-Neither side takes another process for its peer: a process that got the same port has neither the
-token nor the incarnation. Both are capabilities, not secrets on the wire: the connection is not
-encrypted.
-
-No forked child keeps a copy of these sockets (`ours_alone`). `hang_up` shuts a connection down
-first: that holds for all copies, also for one that a child got in the microseconds before the
-socket was named there.
+No forked child keeps a copy of these sockets (`ours_alone`), and `hang_up` ends all copies.
 """
 
 from __future__ import annotations

@@ -2,25 +2,21 @@
 """The carrier on one host: the kernel copies between the two processes, one-sided.
 
 `register` lets processes of the same user reach this one's memory. `connect` first has the owner
-vouch for the endpoint (vouch.py): the kernel says which process answers, and that process says that
-it made the endpoint. So no peer can have this process read memory that its owner has not
-registered, least of all its own, whatever an endpoint names. `connect` then reads the owner's
-*token*, sixteen random bytes, and a byte of every region. The token is read again before and after
-every transfer. A process that died, a recycled pid, a carrier that was closed: none of them has the
-token at that address, so none can be taken for the peer.
+vouch for the endpoint (vouch.py), so that no peer can have this process read memory that its owner
+has not registered. `connect` then reads the owner's *token*, sixteen random bytes, and a byte of
+every region. The token is read again before and after every transfer. A process that died, a
+recycled pid, a carrier that was closed: none of them has the token at that address.
 
 Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
-very process), the carrier falls back to tcp by itself and says so once. A process that connects
-then must know the secret, or be of the same user where none is configured. The endpoint holds no
-secret.
+very process), the carrier falls back to tcp by itself and says so once.
 
 The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that lie
 close together at the peer takes the long ranges that *cover* them into a buffer of the initiator's,
 and places the runs from there. Both ends of a cover lie in the same registered region, so a cover
 never leaves it. All other copies move run by run.
 
-The owner cannot stop a peer's writes here (`can_revoke` is false). The kernel checks addresses, but
-not regions: the initiator does, against those that the owner has vouched for.
+The kernel checks addresses, but not regions: the initiator does, against those that the owner has
+vouched for.
 """
 
 from __future__ import annotations
@@ -28,10 +24,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -39,22 +34,20 @@ from numpy.typing import NDArray
 
 from kvferry.carriers import host
 from kvferry.carriers.base import (
-    Bytes,
     Carrier,
     MemoryRegion,
     RegionTable,
     Transfer,
-    require_all,
+    checked,
+    decode_endpoint,
     slices,
 )
-from kvferry.carriers.host import HostMemory
-from kvferry.carriers.tcp.carrier import LOOPBACK, TcpCarrier
-from kvferry.carriers.tcp.client import TcpPeer
+from kvferry.carriers.tcp.carrier import TcpCarrier, TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
-from kvferry.net.names import Admits
+from kvferry.net.names import LOCALHOST, Admits
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +61,7 @@ MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
 # "Carriers"). Runs that touch win nothing.
 MOST_STEP_BYTES = 1 << 10
 COVERED_RUNS = 4096  # at a time
-BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES  # of each thread
+BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +70,7 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     A peer's word, until the owner has vouched for it.
     """
 
-    carrier: str
+    carrier: Literal["local"]
     boot: str
     pid_namespace: str
     pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
@@ -90,16 +83,10 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, raw: bytes) -> LocalEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not the endpoint of a local carrier: {error}") from None
-        if endpoint.carrier != "local":
-            raise ProtocolError(f"this is not a local carrier's endpoint: {endpoint.carrier!r}")
-        return endpoint
+        return decode_endpoint(_endpoints, raw, "local")
 
 
-_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(LocalEndpoint)
 
 
 class LocalPeer:
@@ -136,7 +123,6 @@ class LocalPeer:
             )
 
     def require_reachable(self) -> None:
-        """Try one byte of every region."""
         count = len(self.regions)
         if count:
             landing = np.zeros(count, dtype=np.uint8)
@@ -153,7 +139,7 @@ class LocalCarrier(Carrier):
         self,
         *,
         secret: bytes | str | None = None,
-        host: str = LOOPBACK,
+        host: str = LOCALHOST,
         workers: int = 4,
         threads_per_transfer: int = THREADS_PER_TRANSFER,
         force_fallback: bool = False,
@@ -162,8 +148,6 @@ class LocalCarrier(Carrier):
     ) -> None:
         self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
-        self._memory = HostMemory([])
-        self._mine = threading.local()  # each thread's buffer
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
         self._helpers = Workers("kvferry-local-help", workers * self._helping)
@@ -175,14 +159,12 @@ class LocalCarrier(Carrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Counts of the tcp server, for peers that fell back to it."""
         return self._tcp.counters
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         host.allow_any_reader()
         self._tcp.register(regions)
-        every = [*self._table.regions(), *regions]
-        self._table, self._memory = RegionTable.of(every), HostMemory(every)
+        self._table = RegionTable.of([*self._table.regions(), *regions])
 
     def endpoint(self) -> bytes:
         def make(voucher: str) -> bytes:
@@ -217,16 +199,6 @@ class LocalCarrier(Carrier):
         peer.tcp = self._tcp.connect(found.tcp, deadline)
         return peer
 
-    def read(self, peer: LocalPeer, copies: Copies) -> Transfer:
-        if peer.tcp is not None:
-            return self._tcp.read(peer.tcp, copies)
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: LocalPeer, copies: Copies) -> Transfer:
-        if peer.tcp is not None:
-            return self._tcp.write(peer.tcp, copies)
-        return self._submit(peer, copies, reading=False)
-
     def detour_to(self, peer: LocalPeer) -> str:
         return peer.detour
 
@@ -259,11 +231,11 @@ class LocalCarrier(Carrier):
             )
         try:
             owner = ask(endpoint.voucher, raw, deadline)
-            if owner.is_this_process:
+            if owner == os.getpid():
                 return "the peer is a carrier of this very process"
-            if owner.pid != endpoint.pid:
+            if owner != endpoint.pid:
                 raise ProtocolError(
-                    f"an endpoint of process {owner.pid} names the memory of {endpoint.pid}"
+                    f"an endpoint of process {owner} names the memory of {endpoint.pid}"
                 )
             peer.require_alive()
             peer.require_reachable()
@@ -271,17 +243,18 @@ class LocalCarrier(Carrier):
             return str(error)
         return ""
 
-    def _submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
+        if peer.tcp is not None:
+            return self._tcp.submit(peer.tcp, copies, reading=reading)
+
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
             peer.require_alive()
 
             def carry(part: Copies, _: Copies | None) -> None:
                 peer.require_connected()
                 try:
-                    self._move(peer, part, reading=reading)
+                    _move(peer, part, reading=reading)
                 except TransferError:
                     peer.require_alive()  # a peer that is gone is the better reason
                     raise
@@ -291,26 +264,18 @@ class LocalCarrier(Carrier):
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
 
-    def _move(self, peer: LocalPeer, part: Copies, *, reading: bool) -> None:
-        """One of `slices`: at most `WINDOW` copies, none of them empty."""
-        if reading and covers_pay(part):
-            self._read_covers(peer, part)
-        else:
-            (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
 
-    def _read_covers(self, peer: LocalPeer, part: Copies) -> None:
-        buffer = self._buffer()
-        for first in range(0, len(part), COVERED_RUNS):
-            few = part[first : first + COVERED_RUNS]
-            address, length, at = covers(peer.regions, few.src, few.length)
-            host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
-            self._memory.place(buffer, at, few.dst, few.length)
-
-    def _buffer(self) -> Bytes:
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
-        made: Bytes = self._mine.buffer
-        return made
+def _move(peer: LocalPeer, part: Copies, *, reading: bool) -> None:
+    """One of `slices`: at most `WINDOW` copies, all of them checked and none empty."""
+    if not reading or not covers_pay(part):
+        (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
+        return
+    buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
+    for first in range(0, len(part), COVERED_RUNS):
+        few = part[first : first + COVERED_RUNS]
+        address, length, at = covers(peer.regions, few.src, few.length)
+        host.read(peer.pid, address, buffer.ctypes.data + np.cumsum(length) - length, length)
+        host.copy_runs(buffer.ctypes.data + at, few.dst, few.length)
 
 
 def covers_pay(part: Copies) -> bool:

@@ -20,9 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, require_all, slices
+from kvferry.carriers.base import Carrier, MemoryRegion, RegionTable, Transfer, checked, slices
 from kvferry.carriers.host import copy_runs
 from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
@@ -37,14 +35,9 @@ class Faults:
     """Faults that happen once each. Copies count from 1, from when the faults were set."""
 
     fail_at: int | None = None  # the transfer ends with `TransferError` before this copy
-    lose_peer_at: int | None = None  # ... or with `PeerLost`
     stall_at: int | None = None  # nothing moves for `stall_seconds` before this copy
     stall_seconds: float = 3600.0
-    reorder: bool = False  # copies of a batch are applied in a random order
-    # Two lies: the transfer says that it is done.
-    truncate_at: int | None = None  # the second half of this copy (at least a byte) never arrives
-    corrupt_at: int | None = None  # one bit of this copy arrives flipped
-    seed: int = 0
+    corrupt_at: int | None = None  # one bit of this copy arrives flipped; the transfer says "done"
 
 
 @dataclass
@@ -116,12 +109,6 @@ class NullCarrier(Carrier):
             raise PeerLost(f"no null carrier of this fabric has the endpoint {endpoint!r}")
         return NullPeer(carrier)
 
-    def read(self, peer: NullPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: NullPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
-
     def disconnect(self, peer: NullPeer) -> None:
         peer.disconnect()
 
@@ -130,12 +117,9 @@ class NullCarrier(Carrier):
         self._fabric.carriers.pop(self._address, None)
         self._workers.close()
 
-    def _submit(self, peer: NullPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: NullPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            theirs = peer.regions()
-            src, dst = (theirs, self.table) if reading else (self.table, theirs)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self.table, theirs=peer.regions(), reading=reading)
             self._run(job, peer, arrays)
 
         return self._workers.submit(Job(work, "a null read" if reading else "a null write"))
@@ -149,33 +133,19 @@ class NullCarrier(Carrier):
             """Where in this batch the fault is, if it is."""
             return at - base - 1 if at is not None and 0 <= at - base - 1 < len(copies) else None
 
-        fail, lose, stall = map(index, (faults.fail_at, faults.lose_peer_at, faults.stall_at))
-        truncate, corrupt = index(faults.truncate_at), index(faults.corrupt_at)
-        if truncate is not None:
-            length = copies.length.copy()
-            length[truncate] //= 2
-            copies = Copies(copies.src, copies.dst, length)
-        flip = copies.dst[corrupt] if corrupt is not None and copies.length[corrupt] else None
-        if faults.reorder:
-            order = np.random.default_rng(faults.seed).permutation(len(copies))
-            copies = Copies(copies.src[order], copies.dst[order], copies.length[order])
-
-        stops = sorted({0, len(copies), *(s for s in (fail, lose, stall) if s is not None)})
+        fail, stall, corrupt = map(index, (faults.fail_at, faults.stall_at, faults.corrupt_at))
+        stops = sorted({0, len(copies), *(s for s in (fail, stall) if s is not None)})
         for start, stop in itertools.pairwise(stops):
             if start == fail:
                 raise TransferError(f"copy {faults.fail_at} was told to fail")
-            if start == lose:
-                raise PeerLost(f"the peer was told to be lost at copy {faults.lose_peer_at}")
             if start == stall:
                 _stall(job, faults.stall_seconds)
-            part = slice(start, stop)
-            whole = Copies(copies.src[part], copies.dst[part], copies.length[part])
-            for piece in slices(whole, SLICE_BYTES):
+            for piece in slices(copies[start:stop], SLICE_BYTES):
                 job.checkpoint()
                 peer.regions()  # still there
                 copy_runs(piece.src, piece.dst, piece.length)
-        if flip is not None:
-            ctypes.c_uint8.from_address(int(flip)).value ^= 1
+        if corrupt is not None and copies.length[corrupt]:
+            ctypes.c_uint8.from_address(int(copies.dst[corrupt])).value ^= 1
 
 
 def _stall(job: Job, seconds: float) -> None:

@@ -95,10 +95,6 @@ class Job:
             if not self._ended.is_set():
                 self._end(error)
 
-    @property
-    def cancelled(self) -> bool:
-        return bool(self._cancelled)
-
     def checkpoint(self) -> None:
         """Called by the work between its pieces."""
         if self._cancelled:

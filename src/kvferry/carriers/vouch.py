@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vouching: whose memory an endpoint is, told by the kernel and by its owner.
 
-An endpoint of `local` or `cuda` names memory: a process and its regions, or handles of a GPU's
-allocations. It comes from a peer, and a peer may lie: it may name this very process, or regions
-that were never registered. So a process that is about to reach that memory asks the owner first, on
-a socket that only processes of this user can open:
+An endpoint of `local` or `cuda` names memory. It comes from a peer, and a peer may lie: it may name
+this very process, or regions that were never registered. So a process that is about to reach that
+memory asks the owner first, on a socket that only processes of this user can open:
 
     reader  -> owner   SHA-256 of the endpoint, as it was received
     owner   -> reader  YES where one of its open carriers made exactly that endpoint, else NO
 
 The kernel says which process answered, and which user's it is (`SO_PEERCRED`). The endpoint's
-content is then that process's own word: regions that it registered, and where its token lies. A
-peer of another user or on another host cannot answer here, whatever secrets it knows.
+content is then that process's own word.
 
 Each process has one such socket while it has such carriers, and one thread that answers. Sockets
 lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.
@@ -31,7 +29,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvferry.errors import DeadlineExceeded, KvferryError, PeerLost, PermissionDenied, ProtocolError
 from kvferry.net.guests import Guest, GuestServer
@@ -53,19 +50,8 @@ class Unreachable(PermissionDenied):
     """No process of this user answers there: there may be another way to the peer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that vouched for an endpoint."""
-
-    pid: int
-
-    @property
-    def is_this_process(self) -> bool:
-        return self.pid == os.getpid()
-
-
-def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
-    """The process that made this endpoint, by the kernel's word.
+def ask(name: str, endpoint: bytes, deadline: float) -> int:
+    """The pid of the process that made this endpoint, by the kernel's word.
 
     `Unreachable` where none of this user's answers, `PeerLost` where it does not know the endpoint.
     """
@@ -100,7 +86,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> Owner:
             ) from None
     if answer != YES:
         raise PeerLost(
-            f"process {owner.pid} is not the peer any more: it has no open carrier with this "
+            f"process {owner} is not the peer any more: it has no open carrier with this "
             "endpoint. Ask for its new endpoint"
         )
     return owner
@@ -193,8 +179,8 @@ def _sweep() -> None:
                 path.unlink(missing_ok=True)
 
 
-def _other_end(sock: socket.socket) -> tuple[Owner, int]:
-    """The process at the other end and its user, as the kernel knows them."""
+def _other_end(sock: socket.socket) -> tuple[int, int]:
+    """The pid at the other end and its user, as the kernel knows them."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(raw)
-    return Owner(pid), uid
+    return pid, uid

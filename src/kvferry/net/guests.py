@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that serves connections of clients that may be slow, silent, hostile or many.
 
-A client may send a byte now and then, or never read. So no client has a thread of its own: each is
-a `Guest`, which a coroutine serves. A connection ends when its coroutine does:
-
-    accepted --> served --> closed
-       '--too many guests are pending, and it is the oldest--> closed
-
-A subclass says how a guest is served, and when it is no longer pending: it has done what the server
+No client has a thread of its own: each is a `Guest`, which a coroutine serves. A connection ends
+when its coroutine does, or when too many guests are pending and it is the oldest of them. A
+subclass says how a guest is served, and when it is no longer pending: it has done what the server
 asks of a good client. The server reads a new connection before it accepts the next two, and good
 clients speak at once. So the oldest pending connections are not theirs.
 """

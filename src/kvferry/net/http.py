@@ -128,7 +128,6 @@ class HttpServer(GuestServer):
 
 
 def read_head(head: bytes) -> HttpRequest:
-    """A request without its body, or BadRequest."""
     first, *lines = head.split(b"\r\n")
     words = first.decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -7,15 +7,12 @@ Every channel is authenticated by a key that is derived from one of these:
     the key of this user   for peers of the same user on this host: 32 random bytes in a file that
                            no other user can read; the first process that needs it makes it
 
-Without a secret, a process listens on loopback only and dials loopback only. Other users of the
-host cannot read the file, so they are refused.
+Without a secret, a process listens on loopback only and dials loopback only.
 
-All channels derive their keys in the same way. scrypt stretches the secret once, so that an
-attacker who records a handshake cannot try millions of secrets a second. Each purpose then gets a
-key of its own, from which neither the secret nor another key can be computed. Short secrets are
-refused: stretching does not make them safe.
-
-A `Key` cannot be written into a message: no codec knows its type, and it refuses to be pickled.
+scrypt stretches the secret once, so that an attacker who records a handshake cannot try millions of
+secrets a second. Each purpose then gets a key of its own, from which neither the secret nor another
+key can be computed. A `Key` cannot be written into a message: no codec knows its type, and it
+refuses to be pickled.
 """
 
 from __future__ import annotations
@@ -74,11 +71,8 @@ class Key:
 
 
 def runtime_directory() -> Path:
-    """The private directory in which processes of this user on this host find each other.
-
-    It is made when it is needed. It lies in shared memory, so containers that share /dev/shm share
-    it.
-    """
+    """The private directory in which processes of this user on this host find each other. It lies
+    in shared memory, so containers that share /dev/shm share it."""
     named = os.environ.get(RUNTIME_DIRECTORY)
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
     path = Path(named) if named else base / f"kvferry-run-{os.geteuid()}"

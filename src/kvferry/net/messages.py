@@ -3,12 +3,11 @@
 
 A request is one frame with a `Request`. Its answer is one frame with a `Reply` of the same `id`.
 Messages are msgspec structs in MessagePack; a tag names the type. If a server cannot decode a
-message, it counts it, and answers `Refused` if it can read the id. It never stops because of a
-message.
+message, it answers `Refused` if it can read the id.
 
-Texts, lists and counts have bounds, because a peer may be faulty and a decoded frame may take
-thirty times its size. The bounds are several times what real engines need. Block tables that a
-server keeps for long stay packed (`Raw`).
+Texts, lists and counts have bounds, several times what real engines need, because a peer may be
+faulty and a decoded frame may take thirty times its size. Block tables that a server keeps for long
+stay packed (`Raw`).
 
     Hello     -> Welcome           the directory describes its engine and all ranks
     Claim     -> Claimed | Refused a consumer rank asks for a hold; answered when it is readable

@@ -6,48 +6,40 @@ slow name server would hold up every message of the process. So callers resolve 
 connect to an address. An address needs no thread. Neither does `localhost`, which is 127.0.0.1:
 servers without a host listen on IPv4's loopback.
 
-    asked --a thread is free--> looked up --> its addresses in the system's order, or an error
-      '--its deadline is over before its turn--> an error, without a lookup
-
-Callers that ask for the same name at the same time share one lookup. A later caller gets a new
-lookup, because the addresses of a name may change. A lookup cannot be stopped, and may occupy its
-thread for long. There are a few such threads; the process does not wait for them when it ends. If
-all are occupied, other names wait until their deadline. Addresses and open connections never wait.
+A lookup cannot be stopped, and may occupy its thread for long. There are a few such threads, of
+which one name gets half at most; the process does not wait for them when it ends. If all are
+occupied, other names wait, until their callers give them up. Addresses and open connections never
+wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import os
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
-    HandoverError,
+    KvferryError,
     PeerLost,
     TransferError,
+    text_of,
 )
 from kvferry.net.keys import HOW_TO_MAKE_ONE
 from kvferry.workers import Threads
 
-log = logging.getLogger("kvferry")
-
 MOST_THREADS = 16  # a lookup that times out takes 10 s for each name server (glibc)
-MOST_QUEUED = 4096  # names that wait for a thread; further names are refused at once
 MOST_ADDRESSES = 8  # addresses of one name that are tried, one after the other
 LOCALHOST = "127.0.0.1"
-BUSY = "too many others are being resolved"
-
+EVERYWHERE = ("0.0.0.0", "::")  # hosts to listen on, and not to dial
 
 Admits = Callable[[str], bool]  # whether a host may be dialed, by its name or address
 
@@ -59,10 +51,10 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where this engine may listen, and which hosts it may dial.
+    """Where this engine may listen, and which hosts it may dial: without a secret, loopback only.
 
-    Without a configured secret, both are loopback only. `admits` restricts the hosts further
-    (`peers` of an engine's configuration). Hosts are judged as peers name them, without a lookup.
+    `admits` restricts the hosts further (`peers` of an engine's configuration). Hosts are judged as
+    peers name them, without a lookup.
     """
 
     configured: bool  # whether there is a secret
@@ -119,70 +111,41 @@ class Names:
     def __init__(self, look_up: Callable[[str], tuple[str, ...]] = look_up) -> None:
         self._look_up = look_up
         self._threads = Threads("kvferry-names", MOST_THREADS)
-        self.begin()
 
-    def begin(self) -> None:
-        """Also in a forked child, where no thread answers the questions of its parent."""
-        self._lock = threading.Lock()
-        self._asked: dict[str, _Question] = {}  # queued or looked up now
-
-    def ask(self, host: str, deadline: float) -> Future[tuple[str, ...]]:
-        """A name's addresses, or `PeerLost`. May be late: the caller watches its deadline."""
-        with self._lock:
-            question = self._asked.get(host) or _Question(deadline)
-            question.deadline = max(question.deadline, deadline)
-            if host not in self._asked:
-                try:
-                    if len(self._asked) >= MOST_THREADS + MOST_QUEUED:
-                        raise HandoverError(BUSY)
-                    question.answer = self._threads.call(partial(self._find, host, question))
-                    self._asked[host] = question
-                except HandoverError as error:
-                    question.answer.set_exception(_unresolved(host, error))
-            return question.answer
+    def ask(self, host: str) -> Future[tuple[str, ...]]:
+        """A name's addresses, or `PeerLost`. A caller that leaves before cancels the lookup."""
+        try:
+            return self._threads.call(partial(self._find, host), lane=host)
+        except KvferryError as error:
+            refused: Future[tuple[str, ...]] = Future()
+            refused.set_exception(_unresolved(host, error))
+            return refused
 
     def resolved(self, host: str, deadline: float) -> tuple[str, ...]:
         """The addresses of a host, for a caller that may wait. An address is returned as it is."""
         address = literal(host)
         if address is not None:
             return (address,)
+        asked = self.ask(host)
         try:
-            return self.ask(host, deadline).result(max(0.0, deadline - time.monotonic()))
+            return asked.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
+            asked.cancel()
             raise DeadlineExceeded(f"the host name {host!r:.80} was not resolved in time") from None
 
-    def _find(self, host: str, question: _Question) -> tuple[str, ...]:
-        """By one of the threads."""
-        with self._lock:
-            if question.deadline <= time.monotonic():
-                del self._asked[host]  # later callers ask anew
-                raise _unresolved(host, BUSY)
+    def _find(self, host: str) -> tuple[str, ...]:
         try:
             found = self._look_up(host)
-        except (OSError, ValueError) as error:
-            raise _unresolved(host, error) from None
-        except Exception as error:  # a bug of ours: callers that wait get it
-            log.exception("the host name %r could not be resolved", host)
-            raise _unresolved(host, repr(error)) from None
-        finally:
-            with self._lock:
-                del self._asked[host]
+        except Exception as error:  # a bug of ours too: callers that wait get it
+            raise _unresolved(host, text_of(error)) from None
         if not found:
             raise _unresolved(host, "it has no address")
         return found
 
 
-@dataclass(slots=True, eq=False)
-class _Question:
-    deadline: float  # the latest of its callers'
-    answer: Future[tuple[str, ...]] = field(default_factory=Future)
-
-
 def dial(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the first address of a host that accepts one, by the deadline.
-
-    `DeadlineExceeded`, `PeerLost` if no process listens there, or another `TransferError`.
-    """
+    """A connection to the first address of a host that accepts one, by the deadline. `PeerLost` if
+    no process listens there."""
     found = NAMES.resolved(host, deadline)
     problem: Exception = TimeoutError()
     for number, address in enumerate(found):
@@ -201,10 +164,7 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def source_address(host: str, port: int) -> str:
-    """The address from which this host sends to another. Asks for a route, and sends nothing.
-
-    `OSError` if the name cannot be resolved or there is no route.
-    """
+    """The address from which this host sends to another, or `OSError`. Sends nothing."""
     problem = OSError(f"no route to {host}")
     for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
@@ -222,10 +182,9 @@ _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def ours_alone(sock: socket.socket) -> socket.socket:
     """The same socket, which forked children of this process close.
 
-    A connection ends, and a port is free, once the last process that has it lets go; while a child
-    lived, peers would take its dead parent for alive. A child only closes its copies, which its
-    parent does not notice; a shutdown would end them for both. Programs that are started by `exec`
-    get none of these descriptors.
+    A connection ends once the last process that has it lets go; while a child lived, peers would
+    take its dead parent for alive. A child only closes its copies: a shutdown would end them for
+    both.
     """
     _ours.add(sock)
     return sock
@@ -239,7 +198,6 @@ def hang_up(sock: socket.socket) -> None:
 
 
 def _begin_in_child() -> None:
-    NAMES.begin()
     for sock in list(_ours):  # no other thread is here, and nothing is waited for
         with contextlib.suppress(Exception):
             sock.close()

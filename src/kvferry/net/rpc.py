@@ -7,23 +7,22 @@ does not accept our key. The first call to an address opens a connection, a `Lin
 A reply counts only if it comes on the line of its call; any other is dropped and counted.
 
 If the host is a name, the calls to it wait until the name is resolved, on a thread of `net.names`.
-Calls to other addresses go on. The addresses of a name are tried in order:
+The addresses of a name are tried in order:
 
     opened --the peer accepts the connection--> connected --the keys fit--> greeted
        |                                            '--it breaks, or the keys differ--> over
        '--the address refuses, or its time to connect is over--> the next address; if there is no
                                                                  other: over
 
-An address that refuses does so at once. An address that drops packets never answers, and the system
-would try it for minutes. So if there are other addresses, each gets a part of the time of the
-calls that wait. No request was sent on a line that is not connected, so its calls can be sent on
-another line. The last address has all the time that is left. So has a connected one, because an
-overloaded host may need seconds for the handshake.
+An address that drops packets never answers. So if there are other addresses, each gets a part of
+the time of the calls that wait. No request was sent on a line that is not connected, so its calls
+can be sent on another line. The last address has all the time that is left, and so has a connected
+one, because an overloaded host may need seconds for the handshake.
 
 `Sockets` makes the ZMQ sockets. Both ends derive CURVE keys from the secret, or from the key of
 this user (`net.keys`). A client reaches only a server with the right key, and a server admits only
-clients with the right key. So every message is authenticated and encrypted, and cannot be replayed.
-Without a secret, servers listen on loopback, and clients do not leave it.
+clients with the right key. Without a secret, servers listen on loopback, and clients do not leave
+it.
 """
 
 from __future__ import annotations
@@ -94,10 +93,8 @@ MONITORED = (
 
 
 class SocketThread:
-    """A thread that owns ZMQ sockets, and all state that it shares with its subclass.
-
-    Other threads hand it work through `submit`, so the state needs no locks.
-    """
+    """A thread that owns ZMQ sockets. Other threads hand it work through `submit`, so the state of
+    its subclass needs no locks."""
 
     def __init__(self, name: str) -> None:
         self.counters: Counter[str] = Counter()
@@ -246,15 +243,11 @@ class Caller(SocketThread):
             self._end_calls([call], _not_sent(call, error))
 
     def _look_up(self, host: str, call: _Call) -> None:
-        """Ask for a lookup of the host's name, or join the lookup that is under way."""
-        waiting = self._unresolved.get(call.address)
-        if waiting is None or not waiting.done():
-            # asking again extends the lookup's deadline
-            answer = self._sockets.names.ask(host, call.deadline)
-            if waiting is None:
-                self._unresolved[call.address] = answer
-                resolved = partial(self._resolved, call.address)
-                answer.add_done_callback(lambda found: self.submit(partial(resolved, found)))
+        """Ask for a lookup of the host's name, unless one is under way."""
+        if call.address not in self._unresolved:
+            answer = self._unresolved[call.address] = self._sockets.names.ask(host)
+            resolved = partial(self._resolved, call.address)
+            answer.add_done_callback(lambda found: self.submit(partial(resolved, found)))
 
     def _resolved(self, address: str, found: Future[tuple[str, ...]]) -> None:
         if self._unresolved.get(address) is not found:
@@ -297,12 +290,6 @@ class Caller(SocketThread):
             if call is None:
                 self.counters["late replies"] += 1
             elif call.address != line.address:  # the peer answers another peer's call
-                if not self.counters["misdirected replies"]:
-                    log.warning(
-                        "%s answers a call to %s; this and others of the kind are dropped",
-                        line.address,
-                        call.address,
-                    )
                 self.counters["misdirected replies"] += 1
             else:
                 del self._calls[reply.id]
@@ -349,7 +336,9 @@ class Caller(SocketThread):
         # close lines that never connected and that no call waits for: they cost descriptors
         waited_for = {call.address for call in self._calls.values()}
         for address in {call.address for call in late} - waited_for:
-            self._unresolved.pop(address, None)
+            lookup = self._unresolved.pop(address, None)
+            if lookup is not None:
+                lookup.cancel()
             line = self._lines.get(address)
             if line is not None and not line.greeted:
                 self._hang_up(line)
@@ -476,10 +465,7 @@ class Sockets:
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def client(self, address: str) -> zmq.Socket[bytes]:
-        """A DEALER socket for `host:port`, to be connected when its monitor is set.
-
-        The host must be an address: libzmq would resolve a name on its I/O thread.
-        """
+        """A DEALER socket for `address:port`, to be connected when its monitor is set."""
         Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
         self._prepare(socket, MAX_REPLY_BYTES)

@@ -4,16 +4,10 @@
 A subclass answers a request with a reply, or with None if it replies later. Other threads hand work
 to the server's thread through `submit`. So all state belongs to this thread and needs no locks.
 
-A peer may be faulty even if it has the key, so its costs are bounded:
-
-- If a peer sends and does not read, the server reads few of its requests ahead. Long replies that
-  wait for several peers share one copy (`pack`).
-- Log lines that a peer can cause are written once a minute (`complain`).
-- Connections that have made no request yet are few, and so are the bytes that libzmq holds for a
-  connection (`ConnectionLimit`).
-- Requests and other things that the server keeps for a peer are charged to a `Budget` first. If it
-  has no room, the request is refused as `busy`. So neither one connection nor all of them together
-  can fill the engine's memory.
+A peer may be faulty even if it has the key, so its costs are bounded (docs/protocol.md, "Limits").
+Requests and other things that the server keeps for a peer are charged to a `Budget` first; without
+room, the request is refused as `busy`. `ConnectionLimit` bounds what libzmq does not. Log lines
+that a peer can cause are written once a minute (`complain`).
 """
 
 from __future__ import annotations
@@ -113,10 +107,8 @@ class Server(SocketThread):
             self._send([sender, head, body])
 
     def complain(self, what: str, message: str, *values: object) -> None:
-        """Log a warning that a peer can cause. Any thread may call it.
-
-        There is at most one a minute about `what`, and at most `MOST_COMPLAINTS` about all things.
-        """
+        """Log a warning that a peer can cause, at most once a minute about `what`, and at most
+        `MOST_COMPLAINTS` about all things. Any thread may call it."""
         now = time.monotonic()
         recent = {k: when for k, when in self._complained.items() if now < when + COMPLAIN_SECONDS}
         if what in recent or len(recent) >= MOST_COMPLAINTS:
@@ -214,9 +206,7 @@ class ConnectionLimit:
     """Shuts down connections that libzmq does not limit. Only its server's thread uses it.
 
     A client without the key can open connections, send nothing, and use up the process's
-    descriptors; libzmq drops it only when its handshake times out. So if too many connections
-    wait, the oldest are shut down. A connection waits until its first request. A peer with the key
-    does not wait long: its handshake takes milliseconds, and then it sends a request.
+    descriptors. So if too many connections wait for their first request, the oldest are shut down.
 
     libzmq keeps a message of many frames until the last frame comes, and its limits count complete
     messages only. So `look_at_unread` compares the bytes that each connection has received with the
@@ -304,10 +294,7 @@ class ConnectionLimit:
         return 0
 
     def _shut(self, descriptor: int) -> bool:
-        """Shut a connection down, if its descriptor is still the same connection's.
-
-        libzmq then closes it.
-        """
+        """Shut a connection down, if its descriptor is still its own; libzmq then closes it."""
         guest = self._guests.pop(descriptor)
         with suppress(OSError), _borrowed(descriptor) as connection:
             if (connection.getsockname()[1], connection.getpeername()) == (self._port, guest.peer):

@@ -7,31 +7,22 @@ The processor touches no byte. There are two ways:
              device's copy engine moves runs from or to their places, many with one copy where they
              lie at equal distances, and two kernels hash them where they lie
     staged   all others: a kernel brings an object's runs together on the device, or puts them in
-             their places, and the copy engine moves whole objects. They go in pieces, through two
-             halves of device memory that take turns: while one crosses the bus, the kernels work on
-             the other. Objects that lie at equal distances on the host are one copy
+             their places, and the copy engine moves whole objects, in pieces. While one piece
+             crosses the bus, the kernels work on the other half of the device memory
 
-The direct way has two kernels for hundreds of megabytes, and nothing waits for them but the end.
-It copies most layers while the step computes the last ones (`Ready`), so that a save ends soon
-after its step. The staged way has three for each piece. All go before the engine's own kernels:
-they are short, and the blocks of a save stay pinned until its last one.
+A direct save copies most layers while the step computes the last ones (`Ready`). All kernels go
+before the engine's own: they are short, and the blocks of a save stay pinned until its last one.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
-thread does it, step by step, from the beginning on; it may begin later, so that an engine starts
-undisturbed, but not later than the first copy. Memory that is not registered yet is copied all the
-same, at a tenth of the speed.
+thread does it, step by step. Memory that is not registered yet is copied at a tenth of the speed.
 
-Copies to the host are made in pieces, with a gap after each. The copy engine takes copies in the
-order in which they become ready, also those of other streams, and it knows no priorities: without
-gaps, the tokens of a step reach the engine's process after all blocks that the step filled, 20 ms
-late for a gigabyte. In a gap the engine's copies pass. It lasts until a word has gone the other
-way, which no kernel and no other copy delays: some microseconds for every `GAP_BYTES`
-(`tests/gpu/test_pool_gpu.py`). Small copies to the device pass by themselves.
+Copies to the host are made in pieces, with a gap after each, in which the engine's own copies pass
+(docs/design.md, "Why a save leaves gaps"). A gap lasts until a word has gone the other way, which
+no kernel and no other copy delays.
 
-`out` and `back` return a `Crossing` when all is queued. Its `finish` waits, and returns the hashes
-(xxh3, of every `chunk_bytes` of each object). The caller compares them: `back` has already brought
-the bytes to their places. All waiting is done in one call of the driver: threads of an engine that
-computes get the interpreter's lock late, each time that they want it.
+`out` and `back` return a `Crossing` when all is queued. Its `finish` waits, in one call of the
+driver, and returns the hashes (xxh3, of every `chunk_bytes` of each object). The caller compares
+them: `back` has already brought the bytes to their places.
 """
 
 from __future__ import annotations
@@ -61,7 +52,7 @@ from kvferry.carriers.cuda.driver import (
     place_of,
 )
 from kvferry.carriers.cuda.staging import Half
-from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, kept
+from kvferry.carriers.cuda.stream import Mapped, Pool, StreamBuffers, kept
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
 
@@ -87,6 +78,7 @@ MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
 MOST_RUNS = 1 << 15  # of one call, the direct way
 ONE_RUN = 1 << 60  # bytes: a half is one run
 PIN_BYTES = 256 << 20  # registered at a time
+GIB = 1 << 30
 
 Hashes = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
@@ -121,8 +113,7 @@ class BusObjects:
             )
 
     def are_even(self, least: int) -> bool:
-        """Whether all have as many runs, of one length of at least so many bytes, and nothing else;
-        as kernels hash them."""
+        """Whether all have as many runs, of one length of at least so many bytes, without gaps."""
         size, runs, count = int(self.size[0]), int(self.runs[0]), len(self)
         if size < least or size % xxh3.BLOCK_BYTES or runs * count != len(self.size):
             return False
@@ -137,7 +128,6 @@ class BusObjects:
 
 
 def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
-    """How many hashes each object has."""
     found: Ints = -(-length // chunk_bytes)
     return found
 
@@ -154,14 +144,7 @@ def takes(length: Ints, chunk_bytes: int) -> bool:
 class Bus:
     """The way between one device's registered memory and the host's; any number of threads."""
 
-    def __init__(
-        self,
-        regions: Sequence[MemoryRegion],
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        out_lanes: int = OUT_LANES,
-        back_lanes: int = BACK_LANES,
-    ) -> None:
+    def __init__(self, regions: Sequence[MemoryRegion], *, piece_bytes: int = PIECE_BYTES) -> None:
         """Raises a `TransferError` where this cannot work: no Triton, or not one GPU's memory."""
         if not kernels.available():
             raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
@@ -171,21 +154,19 @@ class Bus:
             raise TransferError("the memory is not that of one GPU")
         self.device = device(ordinals.pop())
         self._memory = Mapped.of([(regions, 0)])
-        self._piece_bytes = piece_bytes
-        self._changed = threading.Condition()
-        # by direction, outward or not
-        self._idle: dict[bool, list[_Lane]] = {True: [], False: []}
-        self._lanes, self._most = {True: 0, False: 0}, {True: out_lanes, False: back_lanes}
-        self._closed = False
+        self._lanes = {  # by direction, outward or not
+            outward: Pool(self.device, partial(_Lane, self.device, piece_bytes, outward), most)
+            for outward, most in ((True, OUT_LANES), (False, BACK_LANES))
+        }
         self._pins: _Pins | None = None
 
     def warm(self) -> None:
         """Compile the kernels and make all lanes, so that no request waits for them."""
         kernels.warm(self.device)
         with contextlib.ExitStack() as made:
-            for outward, most in self._most.items():
-                for _ in range(most):
-                    made.callback(self._give, self._take(time.monotonic(), outward))
+            for outward, lanes in self._lanes.items():
+                for _ in range(OUT_LANES if outward else BACK_LANES):
+                    made.callback(lanes.put, lanes.take())
 
     def pin(
         self,
@@ -215,21 +196,14 @@ class Bus:
         return self._move(objects, chunk_bytes, deadline, outward=True, after=after)
 
     def back(self, objects: BusObjects, chunk_bytes: int, deadline: float) -> Crossing:
-        """Bring objects to the device."""
         return self._move(objects, chunk_bytes, deadline, outward=False)
 
     def close(self) -> None:
         """Free what is idle, and the rest when it is given back. Idempotent."""
-        with self._changed:
-            self._closed = True
-            idle = [lane for lanes in self._idle.values() for lane in lanes]
-            for lanes in self._idle.values():
-                lanes.clear()
         if self._pins is not None:
             self._pins.close()
-        with self.device.current():
-            for lane in idle:
-                lane.free()
+        for lanes in self._lanes.values():
+            lanes.close()
 
     def _move(
         self,
@@ -251,7 +225,7 @@ class Bus:
         starts = self._pins.starts if self._pins is not None else []
         pinned = self._is_pinned(objects)
         rows = self._direct_rows(objects, starts, after) if pinned else None
-        lane = self._take(deadline, outward)
+        lane = self._lanes[outward].take(deadline)
         try:
             with self.device.current():
                 if rows is not None:
@@ -273,9 +247,9 @@ class Bus:
                         waits=not pinned,
                     )
         except BaseException:
-            self._give(lane)
+            self._lanes[outward].put(lane)
             raise
-        return Crossing(self, lane)
+        return Crossing(self._lanes[outward], lane)
 
     def _is_pinned(self, objects: BusObjects) -> bool:
         if self._pins is None or not len(objects):
@@ -295,46 +269,12 @@ class Bus:
         most = max(FEW_COPIES, COPIES_AN_OBJECT * len(objects))
         return rows if all(len(some) <= most for _, some in rows) else None
 
-    def _take(self, deadline: float, outward: bool) -> _Lane:
-        idle = self._idle[outward]
-        with self._changed:
-            seconds = max(0.0, deadline - time.monotonic())
-            most = self._most[outward]
-            self._changed.wait_for(lambda: idle or self._lanes[outward] < most, seconds)
-            if idle:
-                return idle.pop()
-            if self._lanes[outward] >= most:
-                raise TransferError("the bus was busy until the deadline")
-            self._lanes[outward] += 1
-        try:
-            with self.device.current():
-                return _Lane(self.device, self._piece_bytes, outward)
-        except BaseException:
-            self._forget(outward)
-            raise
-
-    def _give(self, lane: _Lane) -> None:
-        """Nothing of it is under way."""
-        with self._changed:
-            if not self._closed:
-                self._idle[lane.outward].append(lane)
-                self._changed.notify_all()
-                return
-        with self.device.current():
-            lane.free()
-        self._forget(lane.outward)
-
-    def _forget(self, outward: bool) -> None:
-        with self._changed:
-            self._lanes[outward] -= 1
-            self._changed.notify_all()
-
 
 class Crossing:
     """Objects on their way, until `finish` or `close`; for one thread."""
 
-    def __init__(self, bus: Bus, lane: _Lane) -> None:
-        self._bus = bus
+    def __init__(self, lanes: Pool[_Lane], lane: _Lane) -> None:
+        self._lanes = lanes
         self._lane: _Lane | None = lane
 
     def finish(self) -> Hashes:
@@ -342,22 +282,22 @@ class Crossing:
         lane = self._lane
         assert lane is not None, "it is finished once"
         try:
-            with self._bus.device.current():
+            with self._lanes.device.current():
                 found = lane.finish()
         except BaseException:
             self.close()
             raise
         self._lane = None
-        self._bus._give(lane)
+        self._lanes.put(lane)
         return found
 
     def close(self) -> None:
         """Wait until nothing is under way. Idempotent."""
         lane, self._lane = self._lane, None
         if lane is not None:
-            with self._bus.device.current():
+            with self._lanes.device.current():
                 lane.drain()
-            self._bus._give(lane)
+            self._lanes.put(lane)
 
 
 class _Lane:
@@ -365,7 +305,7 @@ class _Lane:
 
     def __init__(self, on: Device, piece_bytes: int, outward: bool) -> None:
         xxh3.warm(on)
-        self.outward, urgency = outward, OUT_URGENCY if outward else BACK_URGENCY
+        urgency = OUT_URGENCY if outward else BACK_URGENCY
         self._device, self._piece_bytes = on, piece_bytes
         self._halves: list[Half] = []  # made when something is staged
         self._total = 0
@@ -389,7 +329,8 @@ class _Lane:
             self._there = on.allocate(8 * words)
             undo.callback(on.free, self._there)
             self._sums = on.allocate(SCRATCH_BYTES)
-            undo.pop_all()
+            undo.callback(on.free, self._sums)
+            self._made = undo.pop_all()
         self._host[: self._runs_at] = constants
 
     def wait_for(self, event: int) -> None:
@@ -407,7 +348,7 @@ class _Lane:
         outward: bool,
         waits: bool,
     ) -> None:
-        """All of it, or nothing is under way: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
+        """Queue all of it, or nothing: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
 
         rows  with the events after which they may be copied, in the order of these; 0: none
         last  the event after which all is hashed: bytes that were copied too early are found
@@ -479,10 +420,7 @@ class _Lane:
         outward: bool,
         waits: bool,
     ) -> None:
-        """All of it, or nothing is under way: at most `MOST_HASHES` chunks of objects.
-
-        waits  not all of the host's memory is registered
-        """
+        """Queue all of it, or nothing. It `waits` where the host's memory is not registered."""
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -588,7 +526,6 @@ class _Lane:
         self._ended.record(stream)
 
     def finish(self) -> Hashes:
-        """Wait until all that was queued is done and visible."""
         self._ended.wait()
         at = self._chunks_at + 2 * MOST_HASHES
         return self._host[at : at + self._total].view(np.uint64).copy()
@@ -603,14 +540,7 @@ class _Lane:
         self.drain()
         for half in self._halves:
             half.free()
-        self._device.free(self._sums)
-        self._device.free(self._there)
-        self._device.free_pinned(self._host.ctypes.data)
-        for event in (self._moved, self._ended, self._gap_begins, self._gap_ends):
-            event.destroy()
-        for stream in (self._bus, self._gaps):
-            stream.destroy()
-        self._buffers.free()
+        self._made.close()
 
 
 class _Pins:
@@ -635,7 +565,6 @@ class _Pins:
 
     def _run(self) -> None:
         self.begin.wait(self._after_seconds)
-        began = time.monotonic()
         try:
             while self.bytes < self._size and not self._closing.is_set():
                 end = min(self._size, self.bytes + PIN_BYTES)
@@ -643,11 +572,8 @@ class _Pins:
                 if self._closing.is_set():  # the memory may be gone
                     break
                 if backed < end:
-                    log.warning(
-                        "the system gives the pool %.1f of %.1f GiB of memory",
-                        self.bytes / (1 << 30),
-                        self._size / (1 << 30),
-                    )
+                    text = "the system gives the pool %.1f of %.1f GiB of memory"
+                    log.warning(text, self.bytes / GIB, self._size / GIB)
                     break
                 with self._device.current():
                     self._device.register_host(self._address + self.bytes, end - self.bytes)
@@ -655,14 +581,9 @@ class _Pins:
         except Exception as error:
             if not self._closing.is_set():
                 log.warning("the pool's memory is not pinned, and slow to copy: %s", error)
-        log.info(
-            "%.1f GiB of the pool's memory are pinned after %.1f s",
-            self.bytes / (1 << 30),
-            time.monotonic() - began,
-        )
+        log.info("%.1f GiB of the pool's memory are pinned", self.bytes / GIB)
 
     def holds(self, low: int, high: int) -> bool:
-        """Whether all memory from `low` to `high` is registered."""
         return self._address <= low and high <= self._address + self.bytes
 
     def close(self) -> None:
@@ -695,13 +616,6 @@ Copy = tuple[int, int, int, int, int, int]  # the fields of `Rows`
 
 def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> Rows:
     """Few copies between objects on the host and their slots on the device."""
-    count, width = len(place), int(length[0])
-    low, high = int(place[0]), int(place[-1]) + width
-    if count > 1 and bisect_right(starts, low) == bisect_right(starts, high - 1):
-        pitch = (high - width - low) // (count - 1)
-        even = bool((place == low + np.arange(count) * pitch).all() and (length == width).all())
-        if even and width <= pitch <= MOST_PITCH:  # the usual case
-            return Rows.of([(low, pitch, int(slot[0]), int(slot[1] - slot[0]), width, count)])
     step, slot_step = np.diff(place), np.diff(slot)
     begin_in, whole = _registrations(place, length, starts)
     # whether an object continues the row of the one before it
@@ -719,8 +633,7 @@ def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> R
 
 
 def by_readiness(objects: BusObjects, ready: Ready) -> list[tuple[int, BusObjects]]:
-    """Even objects, or first those of their runs that are final early and then the others, where
-    that saves time; each with its event."""
+    """Even objects; or first their runs that are final early, then the others. With events."""
     runs, size, count = int(objects.runs[0]), int(objects.size[0]), len(objects)
     if runs * size * count < EARLY_BYTES:
         return [(ready.last, objects)]

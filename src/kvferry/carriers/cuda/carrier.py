@@ -3,18 +3,17 @@
 
 `register` exports the allocations that regions lie in as CUDA IPC handles. `connect` opens them,
 once per peer. A transfer is one launch, or a few, of a kernel that executes all of its copies
-(stream.py). It is done when an event after them is, and then its bytes are visible at their
-destination. Memory of another GPU is reached by peer access, where the hardware has it.
+(stream.py). It is done when an event after them is. Memory of another GPU is reached by peer
+access, where the hardware has it.
 
 The owner takes no part in a transfer. It holds a connection open as long as its carrier is open
 (liveness.py), and the initiator looks at this connection before, between and after launches. The
 driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
-not fatal. A transfer during which the owner ended is `PeerLost`.
+not fatal: a transfer during which the owner ended is `PeerLost`.
 
-The owner cannot stop a peer's writes (`can_revoke` is false), and an IPC handle opens the whole
-allocation, so the initiator checks every copy against the owner's regions. It does not take a
-peer's word for them: the owner has vouched for the endpoint (vouch.py), the kernel says that the
-owner is a process of this user, and the driver says how much memory a handle has opened.
+An IPC handle opens the whole allocation, so the initiator checks every copy against the owner's
+regions. It does not take a peer's word for them: the owner has vouched for the endpoint (vouch.py),
+and the driver says how much memory a handle has opened.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +36,7 @@ from kvferry.carriers.base import (
     MemoryRegion,
     Transfer,
     TransferState,
+    decode_endpoint,
 )
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import (
@@ -49,7 +49,7 @@ from kvferry.carriers.cuda.driver import (
     is_mapped,
     place_of,
 )
-from kvferry.carriers.cuda.stream import NAP_SECONDS, BufferPool, Mapped, StreamBuffers
+from kvferry.carriers.cuda.stream import NAP_SECONDS, Mapped, Pool, StreamBuffers
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
 from kvferry.carriers.local import MOST_ADDRESS, boot_id
 from kvferry.carriers.transfer import CANCEL_SECONDS
@@ -57,11 +57,10 @@ from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, StridedCopies
 from kvferry.errors import Cancelled, DeadlineExceeded, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach
+from kvferry.net.names import LOCALHOST, Admits, Reach
+from kvferry.workers import start_compiler
 
 log = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
 
 
 class CudaCarrier(Carrier):
@@ -78,7 +77,7 @@ class CudaCarrier(Carrier):
         triton: bool | None = None,
         admits: Admits | None = None,
     ) -> None:
-        self._host = host or LOOPBACK
+        self._host = host or LOCALHOST
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self._host)
         self._told: set[bytes] = set()  # endpoints that were given out
@@ -87,7 +86,7 @@ class CudaCarrier(Carrier):
         self._places: dict[int, DevicePlace] = {}  # allocations by base
         self.memory = Mapped.of([])
         self._device: Device | None = None
-        self._pool: BufferPool | None = None
+        self._pool: Pool[StreamBuffers] | None = None
         self._pulse: PulseServer | None = None
         self._peers: list[CudaPeer] = []
         self._transfers = CudaTransfers()
@@ -114,15 +113,18 @@ class CudaCarrier(Carrier):
                 )
             if self._device is None:
                 self._device = device(first.ordinal)
-                self._pool = BufferPool(self._device, triton=self._triton)
-                if self._triton is not False:
-                    kernels.warm_aside(self._device)
+                self._pool = self._buffers_of(self._device)
+                if self._triton is not False and kernels.available():
+                    start_compiler(partial(kernels.warm, self._device), "kvferry-cuda-compile")
             self._places[first.base] = first
         self._regions += regions
         self.memory = Mapped.of(
             (within(self._regions, p.base, p.bytes), 0) for p in self._places.values()
         )
         self._endpoint = None
+
+    def _buffers_of(self, on: Device) -> Pool[StreamBuffers]:
+        return Pool(on, partial(StreamBuffers, on, triton=self._triton))
 
     def endpoint(self) -> bytes:
         """Exports the memory and listens, from the first call on."""
@@ -161,8 +163,8 @@ class CudaCarrier(Carrier):
             )
         self._reach.require(found.host)
         owner = ask(found.voucher, endpoint, deadline)
-        if owner.is_this_process != (found.process == this_process()):
-            raise ProtocolError(f"process {owner.pid} vouches for memory that is not its own")
+        if (owner == os.getpid()) != (found.process == this_process()):
+            raise ProtocolError(f"process {owner} vouches for memory that is not its own")
         mine = self._device or device(0)
         pulse = Liveness.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
@@ -192,10 +194,10 @@ class CudaCarrier(Carrier):
         raise Cancelled("the carrier was closed")
 
     def read(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
+        return self.submit(peer, copies, reading=True)
 
     def write(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
+        return self.submit(peer, copies, reading=False)
 
     def disconnect(self, peer: CudaPeer) -> None:
         with self._lock:
@@ -252,9 +254,9 @@ class CudaCarrier(Carrier):
             raise _other_size(allocation)
         return address
 
-    def _submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
+    def submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
         if self._pool is None:  # nothing is registered: no copy lies inside of it
-            self._pool = BufferPool(self._device or device(0), triton=self._triton)
+            self._pool = self._buffers_of(self._device or device(0))
         what = "a cuda read" if reading else "a cuda write"
         src, dst = (peer.memory, self.memory) if reading else (self.memory, peer.memory)
 
@@ -280,44 +282,38 @@ def this_process() -> bytes:
 os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
     """Memory that one IPC handle opens."""
 
     base: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
     size: Annotated[int, Meta(ge=0, le=MOST_ADDRESS)]
-    handle: bytes
+    handle: Annotated[bytes, Meta(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
     gpu: bytes  # its uuid
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Which process this is, how to see that it lives, and what of its memory can be opened."""
 
-    carrier: str
+    carrier: Literal["cuda"]
     boot: str
-    process: bytes  # random: a pid may be another container's too
+    process: Token  # random: a pid may be another container's too
     host: str  # where its pulse is
     pulse_port: Annotated[int, Meta(ge=1, le=65535)]
-    token: bytes
-    incarnation: bytes
+    token: Token
+    incarnation: Token
     allocations: list[Allocation]
     regions: list[tuple[int, int]]
     voucher: str  # the file of the socket at which the owner vouches for all this
 
     @classmethod
     def decode(cls, raw: bytes) -> CudaEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not the endpoint of a cuda carrier: {error}") from None
-        bad = any(len(a.handle) != IPC_HANDLE_BYTES for a in endpoint.allocations)
-        named = endpoint.process, endpoint.token, endpoint.incarnation
-        bad |= any(len(name) != TOKEN_BYTES for name in named)
-        if endpoint.carrier != "cuda" or bad:
-            raise ProtocolError(f"this is not a cuda carrier's endpoint: {endpoint.carrier!r}")
-        return endpoint
+        return decode_endpoint(_endpoints, raw, "cuda")
 
 
-_endpoints = msgspec.msgpack.Decoder(CudaEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(CudaEndpoint)
 
 
 class CudaPeer:
@@ -332,19 +328,11 @@ class CudaPeer:
         self._users = 0
         self.connected = True
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Its memory stays open meanwhile."""
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
-
     def hold(self) -> None:
         """Keep its memory open until `release`."""
         with self._lock:
-            self.require_connected()
+            if not self.connected:
+                raise Cancelled("the peer was disconnected on this side")
             self._users += 1
 
     def release(self) -> None:
@@ -353,16 +341,11 @@ class CudaPeer:
         if not self.connected:
             self._close_if_unused()
 
-    def require_connected(self) -> None:
+    def check(self) -> None:
+        """Refuse to go on with a peer that was disconnected, or that is gone."""
         if not self.connected:
             raise Cancelled("the peer was disconnected on this side")
-
-    def require_alive(self) -> None:
         self._pulse.require_alive()
-
-    def check(self) -> None:
-        self.require_connected()
-        self.require_alive()
 
     def disconnect(self) -> None:
         self.connected = False
@@ -458,18 +441,15 @@ class CudaTransfer:
     """A `Transfer` without a thread of its own.
 
     The thread that asks for it queues it, whole in most cases. The rest of a very large one is
-    queued by a thread that waits or polls, whenever the GPU has done what is queued. So `cancel`
-    returns within milliseconds: it waits for what is queued, and queues no more.
-
-    A thread that waits naps while the end is far, by the rate of earlier transfers, and asks again
-    and again when it is near: a nap takes about 70 microseconds, often more, and a small transfer
-    takes no longer as a whole. It never asks for long, because that keeps a processor busy.
+    queued by a thread that waits or polls, whenever the GPU has done what is queued. A thread that
+    waits naps while the end is far, by the rate of earlier transfers, and asks again and again when
+    it is near: a small transfer as a whole takes no longer than a nap.
     """
 
     def __init__(
         self,
         transfers: CudaTransfers,
-        pool: BufferPool,
+        pool: Pool[StreamBuffers],
         peer: CudaPeer,
         steps: Callable[[StreamBuffers], Iterator[int]],
         what: str,
@@ -572,13 +552,12 @@ class CudaTransfer:
         except BaseException:
             self._peer.release()
             raise
+        buffers.begin()
         return self._queue(buffers, self._steps_on(buffers), more=False)
 
     def _queue(self, buffers: StreamBuffers, steps: Iterator[int], *, more: bool) -> bool:
-        """Queue as much as may be under way; with `more`, behind what runs already.
-
-        Whether anything is under way then. The device is current.
-        """
+        """Queue as much as may be under way, with `more` behind what runs already; whether anything
+        is under way then. The device is current."""
         most = QUEUED_BYTES if self._peer.near else FAR_QUEUED_BYTES
         if not more:
             self._bytes = 0

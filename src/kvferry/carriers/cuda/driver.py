@@ -39,7 +39,7 @@ _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
 _ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 MOST_PITCH = (1 << 31) - 1  # bytes between two rows of one copy
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MULTIPROCESSORS = 75, 76, 16
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_DEFAULT, _EVENT_BLOCKING, _EVENT_DISABLE_TIMING = 0, 1, 2
@@ -48,11 +48,7 @@ _FUNCTION_MAX_SHARED = 8
 
 
 class CudaError(TransferError):
-    """The driver refused a call; `code` is its number."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+    """The driver refused a call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,11 +151,13 @@ class Driver:
         return found
 
     def status(self, name: str, *arguments: Any) -> int:
-        """Call it; the code that it returned."""
         return int(getattr(self._library, name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
-        code = self.status(name, *arguments)
+        self.check(name, self.status(name, *arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise the error of a code that a call has returned."""
         if code:
             raise self.error(name, code)
 
@@ -167,7 +165,7 @@ class Driver:
         text = c_char_p()
         self._library.cuGetErrorString(code, byref(text))
         why = text.value.decode() if text.value else "unknown error"
-        return CudaError(code, f"CUDA: {name} failed with error {code}: {why}")
+        return CudaError(f"CUDA: {name} failed with error {code}: {why}")
 
 
 @cache
@@ -263,9 +261,8 @@ _thread = _OurThreads()
 class Current:
     """A context that is the thread's own inside of a `with` statement.
 
-    While an engine captures CUDA graphs, the driver refuses calls of other threads that might
-    disturb it, such as taking memory, and ends the capture. Threads of ours have nothing to do with
-    a capture, and say so once each.
+    While an engine captures CUDA graphs, a call of another thread, such as taking memory, would end
+    the capture. Threads of ours have nothing to do with it, and say so once each.
     """
 
     __slots__ = ("_context", "_driver", "_popped")
@@ -275,9 +272,7 @@ class Current:
         self._popped = byref(c_void_p())  # never read
 
     def __enter__(self) -> None:
-        code = self._driver.push(self._context)
-        if code:
-            raise self._driver.error("cuCtxPushCurrent", code)
+        self._driver.check("cuCtxPushCurrent", self._driver.push(self._context))
         if not _thread.relaxed:
             _thread.relaxed = True
             if threading.current_thread() is not threading.main_thread():
@@ -285,9 +280,7 @@ class Current:
                 self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def __exit__(self, *_: object) -> None:
-        code = self._driver.pop(self._popped)
-        if code:
-            raise self._driver.error("cuCtxPopCurrent", code)
+        self._driver.check("cuCtxPopCurrent", self._driver.pop(self._popped))
 
 
 class Device:
@@ -307,21 +300,16 @@ class Device:
         name = ctypes.create_string_buffer(128)
         self._driver.call("cuDeviceGetName", name, 128, handle)
         self.name = name.value.decode(errors="replace")
-        major, minor = self.attribute(_CAPABILITY_MAJOR), self.attribute(_CAPABILITY_MINOR)
-        self.capability = 10 * major + minor
-        self.multiprocessors = self.attribute(_MULTIPROCESSORS)
-
-    def attribute(self, number: int) -> int:
-        value = c_int()
-        self._driver.call("cuDeviceGetAttribute", byref(value), number, self._handle)
-        return value.value
+        major, minor = c_int(), c_int()
+        for value, what in ((major, _CAPABILITY_MAJOR), (minor, _CAPABILITY_MINOR)):
+            self._driver.call("cuDeviceGetAttribute", byref(value), what, handle)
+        self.capability = 10 * major.value + minor.value
 
     def current(self) -> Current:
         """Make it this thread's device for a while. From any thread."""
         return self._current
 
     def can_reach(self, other: Device) -> bool:
-        """Whether its kernels can use the other's memory."""
         if other.ordinal == self.ordinal:
             return True
         can = c_int()
@@ -329,7 +317,6 @@ class Device:
         return bool(can.value)
 
     def reach(self, other: Device) -> None:
-        """Let its kernels use the other's memory."""
         if other.ordinal != self.ordinal:
             code = self._driver.status("cuCtxEnablePeerAccess", other._context, 0)
             if code not in (0, _PEER_ACCESS_ALREADY_ENABLED):
@@ -347,14 +334,10 @@ class Device:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device reads and writes by itself; `free_pinned` gives it back."""
-        address = self.pinned_address(size)
-        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-    def pinned_address(self, size: int) -> int:
         pointer = c_void_p()
         self._driver.call("cuMemHostAlloc", byref(pointer), c_size_t(size), _HOST_ALLOC_PORTABLE)
         assert pointer.value is not None
-        return pointer.value
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
 
     def free_pinned(self, address: int) -> None:
         self._driver.call("cuMemFreeHost", c_void_p(address))
@@ -389,9 +372,8 @@ class CudaStream:
     """A queue of work on a device, apart from all others. The device must be current."""
 
     def __init__(self, *, urgency: int = 0) -> None:
-        """urgency  kernels of more urgent streams go first, and streams of another urgency have
-        other hardware queues. There are few: what waits in one holds up all streams that share it,
-        so that work may wait for a whole step of an engine, whose streams have urgency 0"""
+        """urgency  kernels of more urgent streams go first, and have other hardware queues, in
+        which nothing waits for a step of an engine, whose streams have urgency 0"""
         self._driver = driver()
         handle, least, greatest = c_void_p(), c_int(), c_int()
         self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
@@ -403,15 +385,11 @@ class CudaStream:
 
     def copy(self, dst: int, src: int, size: int) -> None:
         """Between any two memories that the device knows. Waits where much is queued already."""
-        code = self._driver.copy_waiting(dst, src, size, self.handle)
-        if code:
-            raise self._driver.error("cuMemcpyAsync", code)
+        self._driver.check("cuMemcpyAsync", self._driver.copy_waiting(dst, src, size, self.handle))
 
     def copy_at_once(self, dst: int, src: int, size: int) -> None:
         """The same for few copies, of memory that is the device's or pinned; keeps the lock."""
-        code = self._driver.copy(dst, src, size, self.handle)
-        if code:
-            raise self._driver.error("cuMemcpyAsync", code)
+        self._driver.check("cuMemcpyAsync", self._driver.copy(dst, src, size, self.handle))
 
     def copy_rows(
         self,
@@ -456,9 +434,7 @@ class CudaStream:
         """
         handle = event if isinstance(event, int) else event.handle
         call = self._driver.after_waiting if waits else self._driver.after
-        code = call(self.handle, handle, 0)
-        if code:
-            raise self._driver.error("cuStreamWaitEvent", code)
+        self._driver.check("cuStreamWaitEvent", call(self.handle, handle, 0))
 
     def synchronize(self) -> None:
         self._driver.call("cuStreamSynchronize", self.handle)
@@ -482,9 +458,7 @@ class CudaEvent:
     def record(self, stream: CudaStream, *, waits: bool = False) -> None:
         """waits  the queue may be full: other threads run meanwhile"""
         call = self._driver.record_waiting if waits else self._driver.record
-        code = call(self.handle, stream.handle)
-        if code:
-            raise self._driver.error("cuEventRecord", code)
+        self._driver.check("cuEventRecord", call(self.handle, stream.handle))
 
     def done(self) -> bool:
         """Raises where what came before it failed. No device need be current."""

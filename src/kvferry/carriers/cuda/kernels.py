@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy kernel as machine code: compiled by Triton once for each form, launched by the driver.
+"""Kernels as machine code: compiled by Triton once for each form, launched by the driver.
 
 Triton compiles for the device without torch. The machine code is loaded and launched here, on our
 own streams. Compiling takes about a second for each form, and Triton keeps the result on disk.
@@ -13,25 +13,26 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import product
 
 from kvferry.carriers.cuda.driver import Device, Function
+from kvferry.errors import TransferError
 
 log = logging.getLogger(__name__)
 
+# The arguments of `copy_runs`, in their order
 _TABLES = (
-    "src_rows",
-    "dst_rows",
-    "src_segments",
-    "dst_segments",
-    "src_steps",
-    "dst_steps",
-    "lengths",
-    "firsts",
+    *("src_rows", "dst_rows", "src_segments", "dst_segments", "src_steps", "dst_steps"),
+    *("lengths", "firsts"),
 )
 _WIDE = ("length", "src_shift", "dst_shift")
 _NUMBERS = ("segments", "steps", "chunks", "search_rounds", "begin_item", "end_item")
-# Newer versions of Triton append pointers to scratch memory, which this kernel does not use.
+_SIGNATURE = {
+    **dict.fromkeys(_TABLES, "*i64"),
+    **dict.fromkeys(_WIDE, "i64"),
+    **dict.fromkeys(_NUMBERS, "i32"),
+}
+# Newer versions of Triton append pointers to scratch memory, which our kernels do not use.
 SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
 # Chunks that a program moves, and its warps. Small programs win (measured on an H200: 92 % of the
@@ -41,27 +42,8 @@ TUNING = {64: (64, 2), 256: (32, 1), 1024: (4, 1), 4096: (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The constants of one kernel: see triton_kernels.py."""
-
-    chunk: int
-    search: bool = False
-    fill: bool = False
-    grain: int = 16
-
-
-# The forms that copies of a cache use, then those that set bytes to zero which no copy covers.
-USUAL = tuple(
-    Form(chunk, search, fill)
-    for fill in (False, True)
-    for search in (False, True)
-    for chunk in TUNING
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that is loaded, the bytes of a chunk, and the chunks of a program."""
+    """A copy kernel that is loaded, the bytes of a chunk, and the chunks of a program."""
 
     function: Function
     chunk: int
@@ -69,106 +51,98 @@ class Kernel:
 
 
 _lock = threading.Lock()
-_functions: dict[tuple[int, Form], Function | None] = {}  # None: the compiler failed
+_loaded: dict[tuple[object, ...], Function | TransferError] = {}
 _kernels: dict[tuple[int, int, bool, bool, int], Kernel] = {}
 
 
 @cache
 def available() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def kernel(device: Device, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel | None:
-    """The kernel of this form for a device, which must be current; compiled if need be.
+    """The copy kernel of this form (triton_kernels.py) for a device, which must be current.
 
     It has another chunk if the compiler fails for this one, and is None if it fails for all.
     """
     key = (device.ordinal, chunk, search, fill, grain)
-    found = _kernels.get(key)
-    if found is None:
-        for other in (chunk, *TUNING):
-            function = _function(device, Form(other, search, fill, grain))
-            if function is not None:
-                found = _kernels[key] = Kernel(function, other, TUNING[other][0])
-                break
-    return found
+    if key in _kernels:
+        return _kernels[key]
+    for other in (chunk, *TUNING):
+        count, warps = TUNING[other]
+        constants = {
+            "SEARCH": search,
+            "FILL": fill,
+            "GRAIN": grain,
+            "CHUNK": other,
+            "COUNT": count,
+            "COUNT_LOG": count.bit_length(),
+        }
+        try:
+            function = load(device, "copy_runs", _SIGNATURE, constants, warps)
+        except TransferError:
+            continue
+        _kernels[key] = Kernel(function, other, count)
+        return _kernels[key]
+    return None
 
 
 def warm(device: Device) -> None:
-    """Have the usual kernels ready."""
+    """Have ready the kernels that copy caches, then those that set bytes to zero which no copy
+    covers."""
     with device.current():
-        for form in USUAL:
-            _function(device, form)
+        for fill, search, chunk in product((False, True), (False, True), TUNING):
+            kernel(device, chunk, search=search, fill=fill, grain=16)
 
 
-def warm_aside(device: Device) -> None:
-    """The same on a thread of its own, where Triton is installed."""
-    if available():
-        threading.Thread(
-            target=warm, args=(device,), name="kvferry-cuda-compile", daemon=True
-        ).start()
-
-
-def _function(device: Device, form: Form) -> Function | None:
-    """None where the compiler fails, which it does for a form now and then."""
-    key = (device.ordinal, form)
-    if key not in _functions:
+def load(
+    device: Device,
+    name: str,
+    signature: Mapping[str, str],
+    constants: Mapping[str, int],
+    warps: int,
+) -> Function:
+    """A kernel of triton_kernels.py, compiled if need be; a `TransferError` where that fails, which
+    it does for a form now and then. `constants` are its last arguments. The device is current."""
+    key = (device.ordinal, name, *constants.values())
+    if key not in _loaded:
         with _lock:
-            if key not in _functions:
+            if key not in _loaded:
                 try:
-                    _functions[key] = _load(device, form)
-                except Exception as error:
-                    log.warning("Triton does not compile %s: %s", form, error)
-                    _functions[key] = None
-    return _functions[key]
+                    code, entry, shared = compiled(
+                        name, signature, constants, device.capability, warps
+                    )
+                    _loaded[key] = Function(code, entry, warps=warps, shared_bytes=shared)
+                except Exception as error:  # the compiler raises anything
+                    log.warning("Triton does not compile %s %s: %s", name, constants, error)
+                    _loaded[key] = TransferError(f"Triton does not compile {name}: {error}")
+    found = _loaded[key]
+    if isinstance(found, TransferError):
+        raise found.with_traceback(None)
+    return found
 
 
-def _load(device: Device, form: Form) -> Function:
-    code, name, shared = compile_form(form, device.capability)
-    return Function(code, name, warps=TUNING[form.chunk][1], shared_bytes=shared)
-
-
-def compile_form(form: Form, capability: int) -> tuple[bytes, str, int]:
-    """Machine code, the kernel's name in it, and the shared memory that it needs."""
-    from kvferry.carriers.cuda.triton_kernels import copy_runs
-
-    count, warps = TUNING[form.chunk]
-    constants = {
-        "SEARCH": form.search,
-        "FILL": form.fill,
-        "GRAIN": form.grain,
-        "CHUNK": form.chunk,
-        "COUNT": count,
-        "COUNT_LOG": count.bit_length(),
-    }
-    signature = {
-        **dict.fromkeys(_TABLES, "*i64"),
-        **dict.fromkeys(_WIDE, "i64"),
-        **dict.fromkeys(_NUMBERS, "i32"),
-    }
-    return compile_kernel(copy_runs, signature, constants, capability, warps)
-
-
-def compile_kernel(
-    kernel: Any,
+def compiled(
+    name: str,
     signature: Mapping[str, str],
     constants: Mapping[str, int],
     capability: int,
     warps: int,
 ) -> tuple[bytes, str, int]:
-    """The same of any kernel; `constants` are its last arguments."""
+    """Machine code, the kernel's name in it, and the shared memory that it needs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from kvferry.carriers.cuda import triton_kernels
+
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     places = list(signature)
     source = ASTSource(
-        kernel,
+        getattr(triton_kernels, name),
         signature,
         constexprs={(places.index(name),): value for name, value in constants.items()},
     )
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})
-    return compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared
+    made = triton.compile(source, target=target, options={"num_warps": warps})
+    return made.asm["cubin"], made.metadata.name, made.metadata.shared

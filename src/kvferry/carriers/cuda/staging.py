@@ -5,18 +5,7 @@
     incoming   the bus takes them to the device, one kernel puts them in their places
 
 So two hosts with GPUs and only TCP between them work: `TcpCarrier(memory=DeviceMemory(...))` sends
-a chunk while the next ones cross the bus, and receives one while the last ones do. Both are
-generators of pinned chunks, in the order of the runs:
-
-    with closing(memory.outgoing(address, length)) as chunks:
-        for chunk in chunks:        # holds the next bytes until the next one is asked for
-            socket.send(chunk)
-    with closing(memory.incoming(address, length)) as chunks:
-        for chunk in chunks:        # to be filled before the next one is asked for
-            socket.recv_into(chunk)
-
-When `incoming` has ended, all bytes are visible. A generator that is closed before its end waits
-for what it has begun, so that nothing is written to memory after it.
+a chunk while the next ones cross the bus, and receives one while the last ones do (`StagedMemory`).
 """
 
 from __future__ import annotations
@@ -28,8 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +31,7 @@ from kvferry.carriers.base import (
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
+from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
 from kvferry.errors import TransferError
@@ -55,31 +44,19 @@ class DeviceMemory(StagedMemory, MixingMemory):
     """Regions of one GPU's memory; any number of threads."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._pool: StagingPool | None = None
-        self._regions: list[MemoryRegion] = []
-        self._device: Device | None = None
-        self._memory = Mapped.of([])
+        places = [place_of(region.address) for region in regions]
+        ordinals = {-1 if place is None else place.ordinal for place in places}
+        if len(ordinals) != 1 or -1 in ordinals:
+            raise TransferError("the memory is not that of one GPU")
+        self._device = device(ordinals.pop())
+        self._memory = Mapped.of([(regions, 0)])
+        self._pool = StagingPool(self._device)
         self.warmed = threading.Event()  # set when the first use finds kernels and buffers
-        self.register(regions)
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        for region in regions:
-            found = place_of(region.address) if region.bytes else None
-            if found is None or (self._device and found.ordinal != self._device.ordinal):
-                raise TransferError(
-                    f"{region.bytes} bytes at {region.address:#x} are not memory of one GPU"
-                )
-            if self._device is None:
-                self._device = device(found.ordinal)
-                self._pool = StagingPool(self._device)
-                start_compiler(self._warm, "kvferry-cuda-warm")
-        self._regions += regions
-        self._memory = Mapped.of([(self._regions, 0)])
+        start_compiler(self._warm, "kvferry-cuda-warm")
 
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """The runs' bytes in chunks, each of which stays until the next one is asked for."""
         self._require(address, length)
-        with self._staging() as staging:
+        with self._pool.use() as staging:
             parts = pieces(address, length, staging.width.piece_bytes)
             waiting: deque[Chunk] = deque()  # oldest first
             for chunk in self._gather(staging, parts):
@@ -90,29 +67,23 @@ class DeviceMemory(StagedMemory, MixingMemory):
                 yield waiting.popleft().settled()
 
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """Chunks to be filled with the runs' bytes; when it ends, they are in their places."""
         self._require(address, length)
-        on = self._on()
-        with self._staging() as staging:
-            parts, step = (
-                pieces(address, length, staging.width.piece_bytes),
-                staging.width.chunk_bytes,
-            )
-            for number, piece in enumerate(parts):
-                with on.current():
+        with self._pool.use() as staging:
+            step = staging.width.chunk_bytes
+            for number, piece in enumerate(pieces(address, length, staging.width.piece_bytes)):
+                with self._device.current():
                     half = staging.half(number)
                 for offset in range(0, piece.bytes, step):
                     chunk = staging.chunk(piece.bytes - offset)
                     yield chunk.settled()
-                    with on.current():
-                        staging.back(chunk, half, offset)
-                with on.current():
+                    with self._device.current():
+                        staging.cross(chunk, half.there + offset, chunk.address)
+                with self._device.current():
                     staging.scatter(piece, half, self._memory)
-            with on.current():
+            with self._device.current():
                 staging.finish()
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
-        """The runs, one after another, to the beginning of `into`; returns when they are there."""
         self._require(address, length, len(into))
         done = 0
         for chunk in self.outgoing(address, length):
@@ -120,7 +91,6 @@ class DeviceMemory(StagedMemory, MixingMemory):
             done += len(chunk)
 
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
-        """The beginning of `source` to the runs; returns when they are visible."""
         self._require(address, length, len(source))
         done = 0
         for chunk in self.incoming(address, length):
@@ -132,31 +102,29 @@ class DeviceMemory(StagedMemory, MixingMemory):
         self._require(address, length)
         if len(address) == 0 or not (kernels.available() and takes(address, length)):
             return mix_on_host(self, address, length)
-        with self._staging() as staging, self._on().current():
+        with self._pool.use() as staging, self._device.current():
             return mix(staging.stream_buffers, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
-        """Set the runs to zero; returns when that is visible."""
         self._require(address, length)
-        with self._staging() as staging, self._on().current():
+        with self._pool.use() as staging, self._device.current():
             copies = Copies(address, address, length)
             staging.stream_buffers.copy(copies, self._memory, self._memory, fill=True)
             staging.finish()
 
     def close(self) -> None:
         """Give staging memory back, except for buffers in use."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
 
     def _warm(self) -> None:
         """Compile the kernels and make buffers now, so that no request waits for them."""
         try:
             if kernels.available():
-                kernels.warm(self._on())
-                with self._on().current():
+                kernels.warm(self._device)
+                with self._device.current():
                     for chunk, search in itertools.product(TUNING, (False, True)):
-                        _function(self._on(), chunk, search=search)
-            with self._staging():
+                        _function(self._device, chunk, search=search)
+            with self._pool.use():
                 pass
         except Exception as error:
             log.warning("the first transfer of device memory will be slow: %s", error)
@@ -165,23 +133,17 @@ class DeviceMemory(StagedMemory, MixingMemory):
 
     def _gather(self, staging: StagingBuffers, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
         """Queue chunk after chunk. The caller has done with the chunk one ring before."""
-        on = self._on()
         for number, piece in enumerate(parts):
-            with on.current():
+            with self._device.current():
                 half = staging.half(number)
                 staging.gather(piece, half, self._memory)
             for offset in range(0, piece.bytes, staging.width.chunk_bytes):
                 chunk = staging.chunk(piece.bytes - offset)
-                with on.current():
-                    staging.out(half, offset, chunk)
+                with self._device.current():
+                    staging.cross(chunk, chunk.address, half.there + offset)
                 yield chunk
-            with on.current():
+            with self._device.current():
                 half.moved.record(staging.bus)
-
-    def _on(self) -> Device:
-        if self._device is None:
-            raise TransferError("no device memory is registered")
-        return self._device
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
         runs = Copies.of(Copies(address, address, length))
@@ -189,20 +151,13 @@ class DeviceMemory(StagedMemory, MixingMemory):
         if room is not None and int(runs.length.sum()) > room:
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 
-    def _staging(self) -> AbstractContextManager[StagingBuffers]:
-        """Buffers for one thread; when they are given back, nothing of them is under way."""
-        if self._pool is None:
-            raise TransferError("no device memory is registered")
-        return self._pool.use()
-
 
 PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much
 CHUNK_BYTES = 4 << 20  # of one call of a socket: 1 ms, against some 20 us of Python for each
 RING_CHUNKS = 3  # under way
 
 
-@dataclass(frozen=True, slots=True)
-class Width:
+class Width(NamedTuple):
     piece_bytes: int
     chunk_bytes: int
 
@@ -237,14 +192,14 @@ class Chunk:
     """Pinned memory, and when the bus is done with it."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device = on
         self.count = size  # bytes in use
         self.used = False
         with contextlib.ExitStack() as undo:
             self.moved = kept(undo, CudaEvent())
             self.bytes: Bytes = on.pinned(size)
-            undo.pop_all()
-        self.address: int = self.bytes.ctypes.data
+            self.address: int = self.bytes.ctypes.data
+            undo.callback(on.free_pinned, self.address)
+            self.free = undo.pop_all().close
 
     def settled(self) -> Bytes:
         """Its bytes, once the copy that is queued for them is done."""
@@ -253,27 +208,19 @@ class Chunk:
             self.used = False
         return self.bytes[: self.count]
 
-    def free(self) -> None:
-        self.moved.destroy()
-        self._device.free_pinned(self.address)
-
 
 class Half:
     """Device memory for one piece; there are two, which take turns."""
 
     def __init__(self, on: Device, size: int) -> None:
-        self._device, self.bytes = on, size
+        self.bytes = size
         self.used = False
         with contextlib.ExitStack() as undo:
             self.computed, self.moved = kept(undo, CudaEvent()), kept(undo, CudaEvent())
             self.there = on.allocate(size)
-            undo.pop_all()
+            undo.callback(on.free, self.there)
+            self.free = undo.pop_all().close
         self.mapped = Mapped.of([([MemoryRegion(self.there, size)], 0)])
-
-    def free(self) -> None:
-        self._device.free(self.there)
-        for event in (self.computed, self.moved):
-            event.destroy()
 
 
 class StagingBuffers:
@@ -284,10 +231,8 @@ class StagingBuffers:
         ring     a few pinned chunks: the carrier sends or fills one while others cross the bus
 
     The streams wait for each other on the device, by events; the host waits for chunks only. The
-    ring is small on purpose: the device writes a chunk and a socket reads it, and meanwhile its
-    bytes stay in the processor's cache (8 streams of plain sockets: 42 GB/s over 4 MiB each, 23
-    over 32). Narrow buffers have smaller pieces and a sixteenth of the memory. The device must be
-    current.
+    ring is small, so that its bytes stay in the processor's cache (8 streams of plain sockets:
+    42 GB/s over 4 MiB each, 23 over 32). The device must be current.
     """
 
     def __init__(self, on: Device, width: Width = WIDE) -> None:
@@ -305,7 +250,7 @@ class StagingBuffers:
             for _ in range(2):
                 self._halves.append(Half(on, width.piece_bytes))
                 undo.callback(self._halves[-1].free)
-            undo.pop_all()
+            self._made = undo.pop_all()
 
     def begin(self) -> None:
         """Nothing is under way."""
@@ -346,18 +291,13 @@ class StagingBuffers:
         chunk.count = min(left, self.width.chunk_bytes)
         return chunk
 
-    def out(self, half: Half, offset: int, chunk: Chunk) -> None:
-        self.bus.copy_at_once(chunk.address, half.there + offset, chunk.count)
-        chunk.moved.record(self.bus)
-        chunk.used = True
-
-    def back(self, chunk: Chunk, half: Half, offset: int) -> None:
-        self.bus.copy_at_once(half.there + offset, chunk.address, chunk.count)
+    def cross(self, chunk: Chunk, dst: int, src: int) -> None:
+        """Have the bus copy a chunk's bytes, to it or from it."""
+        self.bus.copy_at_once(dst, src, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
 
     def finish(self) -> None:
-        """Wait until all kernels are done, and their bytes visible."""
         self.stream_buffers.finish()
 
     def drain(self) -> None:
@@ -368,12 +308,7 @@ class StagingBuffers:
 
     def free(self) -> None:
         self.drain()
-        for chunk in self._ring:
-            chunk.free()
-        for half in self._halves:
-            half.free()
-        self.stream_buffers.free()
-        self.bus.destroy()
+        self._made.close()
 
 
 MOST_BUFFERS = 16  # what one peer uses at most: four transfers, four streams each
@@ -395,9 +330,8 @@ class StagingPool:
         else                   the thread waits, `NARROW_AFTER_SECONDS` at most. Then it gets narrow
                                ones, which have little memory, are slower, and are freed after use
 
-    Buffers that could not be made, because the device has no memory left, are not counted. Idle
-    ones beyond `KEPT_BUFFERS` are freed when they have not been used for `LINGER_SECONDS`: freeing
-    waits for the device and making takes milliseconds, so neither is done between two requests.
+    Idle ones beyond `KEPT_BUFFERS` that have not been used for `LINGER_SECONDS` are freed when
+    others are given back: making and freeing them takes milliseconds.
     """
 
     def __init__(self, on: Device) -> None:
@@ -405,7 +339,6 @@ class StagingPool:
         self._changed = threading.Condition()
         self._idle: list[tuple[StagingBuffers, float]] = []  # since when; the newest last
         self._wide = 0  # that exist, or are being made
-        self._sweeper: threading.Timer | None = None
         self._closed = False
 
     @contextlib.contextmanager
@@ -426,11 +359,8 @@ class StagingPool:
         """Free idle buffers, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
-            sweeper, self._sweeper = self._sweeper, None
-            removed = self._removed(0)
-        if sweeper is not None:
-            sweeper.cancel()
-        self._free(removed)
+            unused = self._removed()
+        self._free(unused)
 
     def _take(self) -> StagingBuffers:
         with self._changed:
@@ -445,53 +375,26 @@ class StagingPool:
         try:
             with self._device.current():
                 return StagingBuffers(self._device, width)
-        except BaseException:
-            self._forget(width is WIDE)
+        except BaseException:  # not counted: perhaps the device has no memory left
+            with self._changed:
+                self._wide -= width is WIDE
+                self._changed.notify()
             raise
 
     def _put(self, staging: StagingBuffers) -> None:
-        wide = staging.width is WIDE
-        with self._changed:
-            keep = wide and not self._closed
-            if keep:
+        unused = [staging]
+        if staging.width is WIDE:
+            with self._changed:
                 self._idle.append((staging, time.monotonic()))
                 self._changed.notify()
-                if len(self._idle) > KEPT_BUFFERS and self._sweeper is None:
-                    self._sweep_after(LINGER_SECONDS)
-        if not keep:
-            try:
-                self._free([staging])
-            finally:
-                self._forget(wide)
+                unused = self._removed()
+        self._free(unused)
 
-    def _forget(self, wide: bool) -> None:
-        with self._changed:
-            self._wide -= wide
-            self._changed.notify()
-
-    def _sweep_after(self, seconds: float) -> None:
-        """The lock is held."""
-        self._sweeper = threading.Timer(seconds, self._sweep)
-        self._sweeper.name, self._sweeper.daemon = "kvferry-staging-sweep", True
-        try:
-            self._sweeper.start()
-        except RuntimeError:  # the system has no thread for it: the next one tries again
-            self._sweeper = None
-
-    def _sweep(self) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._sweeper = None
-            old = time.monotonic() - LINGER_SECONDS
-            used = sum(since > old for _, since in self._idle)
-            removed = self._removed(max(KEPT_BUFFERS, used))
-            if len(self._idle) > KEPT_BUFFERS:
-                self._sweep_after(LINGER_SECONDS)
-        self._free(removed)
-
-    def _removed(self, left: int) -> list[StagingBuffers]:
-        """The oldest of the idle buffers, so that so many are left. The lock is held."""
+    def _removed(self) -> list[StagingBuffers]:
+        """The oldest of the idle buffers, without those that are kept. The lock is held."""
+        old = time.monotonic() - LINGER_SECONDS
+        used = sum(since > old for _, since in self._idle)
+        left = 0 if self._closed else max(KEPT_BUFFERS, used)
         count = max(0, len(self._idle) - left)
         removed = [staging for staging, _ in self._idle[:count]]
         del self._idle[:count]
@@ -514,8 +417,11 @@ WHOLE = 1 << 40  # bytes of a launch: only the number of runs is bounded
 # Chunks of a program and its warps, measured on an H200: 2.4 TB/s at 256 B, 3.0 from 1 KiB on.
 TUNING = {64: (64, 2), 256: (16, 2), 1024: (4, 1), 4096: (1, 2)}
 
-_lock = threading.Lock()
-_functions: dict[tuple[int, int, bool], Function] = {}
+_SIGNATURE = {
+    **dict.fromkeys(("address", "lengths", "words", "firsts", "out"), "*i64"),
+    **dict.fromkeys(("length", "number"), "i64"),
+    **dict.fromkeys(("runs", "chunks", "items", "rounds"), "i32"),
+}
 
 
 def takes(address: Ints, length: Ints) -> bool:
@@ -565,18 +471,6 @@ def _mix(buffers: StreamBuffers, address: Ints, length: Ints, number: int) -> Mi
 
 
 def _function(device: Device, chunk: int, *, search: bool) -> Function:
-    key = (device.ordinal, chunk, search)
-    with _lock:
-        if key not in _functions:
-            from kvferry.carriers.cuda.triton_kernels import mix_runs
-
-            count, warps = TUNING[chunk]
-            signature = {
-                **dict.fromkeys(("address", "lengths", "words", "firsts", "out"), "*i64"),
-                **dict.fromkeys(("length", "number"), "i64"),
-                **dict.fromkeys(("runs", "chunks", "items", "rounds"), "i32"),
-            }
-            constants = {"SEARCH": search, "CHUNK": chunk, "COUNT": count, "SLOTS": SLOTS}
-            code = compile_kernel(mix_runs, signature, constants, device.capability, warps)
-            _functions[key] = Function(*code[:2], warps=warps, shared_bytes=code[2])
-        return _functions[key]
+    count, warps = TUNING[chunk]
+    constants = {"SEARCH": search, "CHUNK": chunk, "COUNT": count, "SLOTS": SLOTS}
+    return kernels.load(device, "mix_runs", _SIGNATURE, constants, warps)

@@ -7,30 +7,29 @@
 
 A batch is a table of numbers (`StridedCopies`). The numbers are written side by side into pinned
 memory, which the GPU gets them from. There they are looked at: do both sides lie in registered
-memory, are all lengths equal, what do all addresses and lengths have as a common divisor? NumPy
-calls take a microsecond or two, as much as copying some megabytes, so there are few of them: one
-for each question, not one for each table.
+memory, are all lengths equal, what do all addresses and lengths have as a common divisor? A NumPy
+call takes as long as copying some megabytes, so there is one for each question, not for each table.
 
 A long batch is written piece by piece: the GPU copies a piece while the next one, twice as long, is
-on its way. A batch with more segments than `WINDOW` is cut into several, each of which uses one of
-a few slots of pinned memory. Nothing moves before all of it is known to lie in registered memory.
+on its way. A batch with more segments than `WINDOW` is cut into several. Nothing moves before all
+of it is known to lie in registered memory.
 
-Some batches cannot be taken as they are: they have empty copies, or memory that is registered in
-pieces. These become single copies with addresses of this process, and go the same way. Without
-Triton, each copy is a `cuMemcpyAsync`.
+Batches with empty copies, or with memory that is registered in pieces, become single copies with
+addresses of this process, and go the same way. Without Triton, each copy is a `cuMemcpyAsync`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +38,7 @@ from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.copies import Copies, Ints, StridedCopies
+from kvferry.errors import TransferError
 
 SLOTS = 3  # batches whose numbers are in use at once
 WINDOW = 1 << 17  # segments of one batch at most
@@ -73,12 +73,7 @@ class StreamBuffers:
     """
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        triton: bool | None = None,
-        slots: int = SLOTS,
-        urgency: int = 0,
+        self, device: Device, *, triton: bool | None = None, slots: int = SLOTS, urgency: int = 0
     ) -> None:
         self.device = device
         self._most_slots = slots
@@ -93,7 +88,7 @@ class StreamBuffers:
             self._aside = kept(undo, CudaStream(urgency=urgency))
             self._brought = kept(undo, CudaEvent())
             self._mark = kept(undo, CudaEvent())
-            undo.pop_all()
+            self._made = undo.pop_all()
 
     def steps(
         self,
@@ -128,14 +123,8 @@ class StreamBuffers:
                 yield from self._by_driver(single, fill) if batch is None else self._launch(batch)
 
     def copy(
-        self,
-        copies: Copies | StridedCopies,
-        src: Mapped,
-        dst: Mapped,
-        *,
-        fill: bool = False,
+        self, copies: Copies | StridedCopies, src: Mapped, dst: Mapped, *, fill: bool = False
     ) -> None:
-        """Queue all of it."""
         for _ in self.steps(copies, src, dst, fill=fill):
             pass
 
@@ -167,11 +156,8 @@ class StreamBuffers:
         return slot
 
     def upload(self, dst: int, src: int, size: int) -> None:
-        """Bring numbers to the device, before the next launch.
-
-        If something runs already, they come beside it. Queued behind it, every launch would begin
-        some 20 microseconds after the end of the last one.
-        """
+        """Bring numbers to the device, before the next launch and beside the one that runs: queued
+        behind it, every launch would begin some 20 microseconds late."""
         if not self._running:
             self.stream.copy_at_once(dst, src, size)
             self._running = True
@@ -201,10 +187,7 @@ class StreamBuffers:
         self.drain()
         for slot in self._slots:
             slot.free()
-        for event in (self._mark, self._brought):
-            event.destroy()
-        for stream in (self._aside, self.stream):
-            stream.destroy()
+        self._made.close()
 
     def _batch(self, copies: StridedCopies, src: Mapped, dst: Mapped, fill: bool) -> _Batch | None:
         """Numbers in a slot, looked at and checked; None where they cannot be taken as they are."""
@@ -333,36 +316,60 @@ class StreamBuffers:
             yield int(some.length.sum())
 
 
-class BufferPool:
-    """Stream buffers of one device, made when they are needed and used again."""
+class Freeable(Protocol):
+    def free(self) -> None: ...
 
-    def __init__(self, device: Device, *, triton: bool | None = None) -> None:
+
+P = TypeVar("P", bound=Freeable)
+
+
+class Pool(Generic[P]):
+    """Buffers of one device, made when they are needed and used again. Any thread."""
+
+    def __init__(self, device: Device, make: Callable[[], P], most: int = sys.maxsize) -> None:
         self.device = device
-        self._triton = triton
-        self._idle: list[StreamBuffers] = []
-        self._lock = threading.Lock()
+        self._make, self._most = make, most
+        self._idle: list[P] = []
+        self._count = 0  # that exist, or are being made
+        self._changed = threading.Condition()
         self._closed = False
 
-    def take(self) -> StreamBuffers:
-        """Buffers, which `put` gives back; the device is current."""
-        with self._lock:
-            buffers = self._idle.pop() if self._idle else None
-        if buffers is None:
-            return StreamBuffers(self.device, triton=self._triton)
-        buffers.begin()
-        return buffers
+    def take(self, deadline: float = 0.0) -> P:
+        """Idle buffers, or new ones; waits while there are as many as there may be."""
+        with self._changed:
+            if not self._idle and self._count >= self._most:
+                self._changed.wait_for(
+                    lambda: self._idle or self._count < self._most,
+                    max(0.0, deadline - time.monotonic()),
+                )
+            if self._idle:
+                return self._idle.pop()
+            if self._count >= self._most:
+                raise TransferError("the bus was busy until the deadline")
+            self._count += 1
+        try:
+            with self.device.current():
+                return self._make()
+        except BaseException:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify()
+            raise
 
-    def put(self, buffers: StreamBuffers) -> None:
+    def put(self, buffers: P) -> None:
         """Nothing of them is under way."""
-        with self._lock:
+        with self._changed:
+            self._changed.notify()
             if not self._closed:
                 self._idle.append(buffers)
                 return
+            self._count -= 1
         with self.device.current():
             buffers.free()
 
     def close(self) -> None:
-        with self._lock:
+        """Free what is idle, and the rest when it is given back. Idempotent."""
+        with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
         with self.device.current():
@@ -405,10 +412,8 @@ class Mapped:
         return self.spans[at][2]
 
     def shifted(self, rows: Ints, low: int, high: int) -> Ints | None:
-        """Rows where they lie here, each of which reaches from `low` to `high` around it.
-
-        None where one of them does not lie in one region.
-        """
+        """Rows where they lie here, each of which reaches from `low` to `high` around it; None
+        where one of them does not lie in one region."""
         if max(abs(low), abs(high), int(rows.max()), -int(rows.min())) >= FAR:
             return None
         lows = rows + low
@@ -429,10 +434,7 @@ ANYWHERE = Mapped.of([([MemoryRegion(0, (1 << 63) - 1)], 0)])  # for addresses t
 
 
 def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: bool) -> None:
-    """Every copy lies in registered memory on both sides, or `OutOfBounds`.
-
-    Usually one comparison of each side's extremes is enough, or one for each row.
-    """
+    """Every copy lies in registered memory on both sides, or `OutOfBounds`."""
     if copies.descriptors == 0:
         return
     shortest, longest = int(copies.lengths.min()), int(copies.lengths.max())
@@ -457,20 +459,19 @@ def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: 
 
 
 def last_end(starts: Ints, lengths: Ints, longest: int) -> int:
-    """Where the last segment ends.
-
-    The last one to begin need not be the longest: blocks that follow each other are one segment,
-    and a cache that has been used for a while has segments of all lengths.
-    """
+    """Where the last segment ends. The last one to begin need not be the longest."""
     most = int(np.maximum.reduce(starts)) + longest
     return most if most >= FAR else int(np.maximum.reduce(starts + lengths))
 
 
 def launches(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
     """First row, first and last item of each launch, so that none takes long."""
-    if rows * per_row <= MOST_ITEMS and rows * row_bytes <= LAUNCH_BYTES:
-        return iter(((0, 0, rows * per_row),))
-    return _cut(rows, per_row, row_bytes)
+    most_rows = max(1, MOST_ITEMS // per_row)
+    most_items = max(1, LAUNCH_BYTES * per_row // max(1, row_bytes))
+    for row in range(0, rows, most_rows):
+        items = min(most_rows, rows - row) * per_row
+        for begin in range(0, items, most_items):
+            yield row, begin, min(begin + most_items, items)
 
 
 def best_chunk(lengths: Ints) -> int:
@@ -520,10 +521,7 @@ class _Slot:
             undo.pop_all()
 
     def hold(self, numbers: int) -> None:
-        """Have room for so many. The GPU has done with it; its numbers are lost where it grows.
-
-        Where there is no memory for that, it stays as it was.
-        """
+        """Have room for so many. The GPU has done with it; its numbers are lost where it grows."""
         if numbers > len(self.numbers):
             made = self._made(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
             address, there = self.address, self.there
@@ -568,15 +566,6 @@ def _singly(copies: StridedCopies, src: Mapped, dst: Mapped) -> Iterator[Copies]
             yield Copies(src.here(some.src), dst.here(some.dst), some.length)
 
 
-def _cut(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
-    most_rows = max(1, MOST_ITEMS // per_row)
-    most_items = max(1, LAUNCH_BYTES * per_row // max(1, row_bytes))
-    for row in range(0, rows, most_rows):
-        items = min(most_rows, rows - row) * per_row
-        for begin in range(0, items, most_items):
-            yield row, begin, min(begin + most_items, items)
-
-
 @cache
 def _chunk_for(length: int) -> int:
     return best_chunk(np.asarray([length], dtype=np.int64))
@@ -597,16 +586,12 @@ def _look_together(numbers: Ints, tables: Sequence[Ints]) -> Look:
 
 @lru_cache(maxsize=256)
 def _heads(*sizes: int) -> Ints:
-    """Where each table begins."""
     return np.array([0, *accumulate(sizes)])
 
 
 def _look_at_each(tables: Sequence[Ints]) -> Look:
-    """At tables where they are.
-
-    Where no segment is negative, 0 stands for the least of them, and all bits that are set in any
-    of them stand for the most. For offsets that is usually enough, and found in one pass.
-    """
+    """At tables where they are. Where no segment is negative, 0 stands for the least of them, and
+    all bits that are set in any of them stand for the most: that is found in one pass."""
     lows, highs, bits = look = ([], [], [])  # type: Look
     for number, table in enumerate(tables):
         bits.append(int(np.bitwise_or.reduce(table)))

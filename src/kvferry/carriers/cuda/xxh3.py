@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """xxh3 (64 bits, seed 0) of pieces of a GPU's memory, made there: the same as the host's library.
 
-The pool's checksums are xxh3, so what a GPU has written a processor can check, and the other way
-round. xxh3 looks sequential, and nearly all of it is not: see triton_kernels.py.
+So what a GPU has written a processor can check, and the other way round. triton_kernels.py says how
+xxh3 is computed by many threads.
 
 A piece begins at a multiple of 16 bytes, has a multiple of 8, and at least `LEAST_BYTES`: xxh3 is
 another function for shorter ones. It may lie in several runs of memory.
@@ -11,15 +11,12 @@ another function for shorter ones. It may lie in several runs of memory.
 from __future__ import annotations
 
 import struct
-import threading
-from typing import Any
 
 import numpy as np
 
 from kvferry.carriers.cuda.driver import CudaStream, Device, Function
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, compile_kernel
+from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, load
 from kvferry.copies import Ints
-from kvferry.errors import TransferError
 
 LEAST_BYTES = 241
 GRAIN = 8
@@ -50,8 +47,10 @@ _LAST_STRIPE, _MERGE = 121, 11  # offsets in the secret
 BLOCKS, BLOCK_WARPS = 16, 4
 PIECES, PIECE_WARPS = 4, 1
 
-_lock = threading.Lock()
-_functions: dict[int, tuple[Function, Function]] = {}
+_TABLES = dict.fromkeys(("runs", "offsets", "lengths", "constants"), "*i64")
+_NUMBERS = {"run_bytes": "i64", "per_piece": "i32"}
+_BLOCKS = {**_TABLES, "out": "*i64", **_NUMBERS, "items": "i32"}
+_PIECES = {**_TABLES, "sums": "*i64", "out": "*i64", **_NUMBERS, "pieces": "i32"}
 
 
 def constants() -> Ints:
@@ -77,31 +76,12 @@ def blocks_of(longest: int) -> int:
     return max(1, (longest - 1) // BLOCK_BYTES)
 
 
-def warm(device: Device) -> None:
-    """Have the kernels ready, or a `TransferError`; the device is current."""
-    with _lock:
-        if device.ordinal in _functions:
-            return
-        from kvferry.carriers.cuda.triton_kernels import xxh3_blocks, xxh3_pieces
-
-        tables = dict.fromkeys(("runs", "offsets", "lengths", "constants"), "*i64")
-        numbers = {"run_bytes": "i64", "per_piece": "i32"}
-        blocks = {**tables, "out": "*i64", **numbers, "items": "i32"}
-        pieces = {**tables, "sums": "*i64", "out": "*i64", **numbers, "pieces": "i32"}
-
-        def load(kernel: Any, signature: dict[str, str], count: int, warps: int) -> Function:
-            code, name, shared = compile_kernel(
-                kernel, signature, {"COUNT": count}, device.capability, warps
-            )
-            return Function(code, name, warps=warps, shared_bytes=shared)
-
-        try:
-            _functions[device.ordinal] = (
-                load(xxh3_blocks, blocks, BLOCKS, BLOCK_WARPS),
-                load(xxh3_pieces, pieces, PIECES, PIECE_WARPS),
-            )
-        except Exception as error:  # the compiler raises anything
-            raise TransferError(f"Triton does not compile the hashing kernels: {error}") from error
+def warm(device: Device) -> tuple[Function, Function]:
+    """Both kernels, compiled if need be, or a `TransferError`; the device is current."""
+    return (
+        load(device, "xxh3_blocks", _BLOCKS, {"COUNT": BLOCKS}, BLOCK_WARPS),
+        load(device, "xxh3_pieces", _PIECES, {"COUNT": PIECES}, PIECE_WARPS),
+    )
 
 
 def queue(
@@ -128,7 +108,7 @@ def queue(
     out               the hashes, once the stream has come so far
     per_piece         `blocks_of` the longest one
     """
-    first, second = _functions[device.ordinal]
+    first, second = warm(device)
     items = pieces * per_piece
     values = [runs, offsets, lengths, table, sums, run_bytes, per_piece, items]
     first.launch(-(-items // BLOCKS), stream, [*values, *SCRATCH_ARGUMENTS])

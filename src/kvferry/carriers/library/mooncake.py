@@ -2,32 +2,25 @@
 """The carrier over Mooncake's TransferEngine: TCP anywhere, RDMA where there is hardware for it.
 
 Each carrier is an engine of its own with Mooncake's P2P handshake, so no metadata server is needed.
-
-    make_carrier("mooncake", protocol="rdma", device="mlx5_0")
-
 The carrier calls Mooncake as its treatment of batches demands (0.3.13, TCP):
 
-- It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch:
-  4,096 at once are refused. Batches of 512 pass and are as fast as any. With lower limits
-  (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`) transfers fail.
+- It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch.
+  Batches of 512 pass and are as fast as any.
 - Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
   was begun can be asked about, but is answered for its *first* copy: so single copies, as long
   runs make them, are asked about now and then, and leave a processor to the engine's threads.
 - It reports a failed batch at its *first* failed copy, while others are still moving. After a
   failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
 - It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
-  the carrier raises that so far that the call returns when the batch has ended, and not before. It
-  is never less than five seconds: a batch that fails sooner was refused.
+  the carrier raises that so far that the call returns when the batch has ended, and not before.
 
 The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
-Mooncake has no authentication, and its two ports listen on all interfaces, whatever `host` is: even
-an engine that only speaks on loopback can be read and written from the network, unless a firewall
-keeps others out. The carrier says so in the log. See shared.py.
+Mooncake's two ports listen on all interfaces, whatever `host` is. The carrier says so in the log.
 
 Mooncake (0.3.13) does not go by the protocol that it is told: it takes RDMA where it finds a device
 that the names allow, and TCP where it finds none. So the carrier enforces the protocol. For `tcp`,
-MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there, or the engine is
-not made. No other protocol is accepted: nothing tells whether a build of Mooncake has it.
+MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there. No other
+protocol is accepted: nothing tells whether a build of Mooncake has it.
 """
 
 from __future__ import annotations
@@ -202,21 +195,17 @@ def engine_class() -> Any:
 
 def require_way(protocol: str, device: str) -> None:
     """Refuse a protocol or device that Mooncake would silently replace by another."""
+    why = ""
     if protocol not in PROTOCOLS:
-        raise TransferError(
-            f"the mooncake carrier's protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
-        )
+        why = f"its protocol is one of {', '.join(PROTOCOLS)}, found {protocol!r}"
+    elif protocol == "tcp" and device:
+        why = f"its device {device!r} is for protocol rdma; change the one, or drop the other"
+    elif protocol == "rdma" and FORCE_TCP in os.environ:
+        why = f"it is to use rdma, and {FORCE_TCP} is set; unset one of the two"
+    if why:
+        raise TransferError(f"the mooncake carrier: {why}")
     if protocol == "tcp":
-        if device:
-            raise TransferError(
-                f"the mooncake carrier's device {device!r} is for protocol rdma; with tcp there is "
-                "none: set protocol to rdma, or drop the device"
-            )
         return
-    if FORCE_TCP in os.environ:
-        raise TransferError(
-            f"the mooncake carrier is to use rdma, and {FORCE_TCP} is set; unset one of the two"
-        )
     there = rdma_devices()
     wanted = [name.strip() for name in device.split(",") if name.strip()]
     missing = [name for name in wanted if name not in there]

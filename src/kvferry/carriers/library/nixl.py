@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The carrier over NIXL: UCX by default, its other backends by option.
 
-    make_carrier("nixl", backends=["UCX"])
-
 NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
-check again (RDMA keys). It has no authentication. See shared.py.
-
-UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where `host` is loopback and the
-environment says nothing else, UCX is kept to the loopback device: so it works without a network,
-and cannot be reached from outside. With another `host`, UCX chooses its devices. Its InfiniBand
-module stays unloaded on loopback and where there is no such device, because the module in NIXL
-1.5.1's wheel crashes the process when it exits. Variables that the environment sets
-(UCX_NET_DEVICES, UCX_TLS, UCX_MODULES) are never overridden.
+check again (RDMA keys). UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where
+`host` is loopback, UCX is kept to the loopback device: so it works without a network, and cannot be
+reached from outside. Its InfiniBand module stays unloaded on loopback and where there is no such
+device, because the module in NIXL 1.5.1's wheel crashes the process when it exits. Variables that
+the environment sets (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES) are never overridden.
 """
 
 from __future__ import annotations
@@ -123,7 +118,6 @@ class NixlCarrier(LibraryCarrier):
         return metadata
 
     def _attach(self, endpoint: LibraryEndpoint) -> Any:
-        """The name of the peer's agent."""
         with self._agents_lock:  # or `_detach` of an older connection could remove it again
             try:
                 name = self._agent.add_remote_agent(endpoint.address)
@@ -241,7 +235,7 @@ def api() -> Any:
         raise TransferError(
             f"the carrier 'nixl' needs NIXL ({error}): {install_command('nixl')}"
         ) from None
-    if "NIXL_LOG_LEVEL" not in os.environ:
+    if "NIXL_LOG_LEVEL" not in os.environ:  # its import sets another level
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api
 

@@ -4,23 +4,19 @@
 The library moves batches between two processes. This module adds the rest of the `Carrier`
 protocol:
 
-    bounds      checked here, against the endpoint's regions, before the library sees a descriptor;
-                the library checks again, in its own way
-    batches     below the library's limits, neighbours joined, so that no call of ours holds the
-                interpreter's lock for long
+    bounds      checked here, against the endpoint's regions, before the library sees a descriptor
+    batches     below the library's limits, neighbours joined
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
                 does not answer holds up its own transfers only
     liveness    a connection beside the data plane: looked at before, during and after each transfer
     the end     no library here can take back a batch that it has begun. A cancelled transfer ends
-                with the batch under way; one whose batch does not come back is *abandoned*:
-                `cancel` raises `DeadlineExceeded`, and its memory counts as in use, until the
-                library has returned it or the peer is dead. It is counted.
+                with the batch under way; one whose batch does not come back is *abandoned*, until
+                the library has returned it or the peer is dead
 
 These data planes have no authentication: a process that reaches their ports can read and write all
-registered memory, and with UCX over TCP any memory of the process. The content of an endpoint
-cannot be checked either: a peer that has the secret is trusted with all of it. Use them in networks
-whose hosts you trust (docs/security.md). The owner cannot stop a peer's writes (`can_revoke` is
-false).
+registered memory, and with UCX over TCP any memory of the process. A peer that has the secret is
+trusted with the content of its endpoint. Use them in networks whose hosts you trust
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -43,7 +39,8 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
-    require_all,
+    checked,
+    decode_endpoint,
     slices,
 )
 from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
@@ -51,12 +48,10 @@ from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach, is_loopback
+from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, is_loopback
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
 RDMA_DEVICES = Path("/sys/class/infiniband")
 ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
 THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
@@ -83,19 +78,13 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, raw: bytes, carrier: str) -> LibraryEndpoint:
-        try:
-            endpoint = _endpoints.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"this is not a {carrier} carrier's endpoint: {error}") from None
+        endpoint = decode_endpoint(_endpoints, raw, carrier)
         if endpoint.carrier != carrier:
             raise ProtocolError(f"this is not a {carrier} endpoint, but {endpoint.carrier!r}")
         return endpoint
 
-    def table(self) -> RegionTable:
-        return RegionTable.of([MemoryRegion(a, n) for a, n in self.regions])
 
-
-_endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)  # made once: its first use is on many threads
+_endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)
 
 
 class LibraryCarrier(Carrier):
@@ -121,7 +110,7 @@ class LibraryCarrier(Carrier):
         admits: Admits | None = None,
         workers: int = THREADS_PER_PEER,
     ) -> None:
-        self.host = host or LOOPBACK
+        self.host = host or LOCALHOST
         self._workers = workers
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
@@ -177,8 +166,6 @@ class LibraryCarrier(Carrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Transfers and batches. `abandoned`: transfers that were given up and whose end was not
-        seen in time; `abandoned_now`: those whose memory the library may still touch."""
         with self._lock:
             self._abandoned = {job for job in self._abandoned if not job.settled()}
             return {**self._counts, "abandoned_now": len(self._abandoned)}
@@ -227,7 +214,7 @@ class LibraryCarrier(Carrier):
         self._reach.require(found.host)
         if found.address == self._address():  # it would have us reach our own memory
             raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
-        regions = found.table()
+        regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
         pulse = Liveness.connect(
             found.host, found.pulse_port, found.token, found.incarnation, deadline
         )
@@ -247,12 +234,6 @@ class LibraryCarrier(Carrier):
             self._end(peer, 0.0)  # the deadline is now; a job that is stuck tidies up as it ends
             raise
         return peer
-
-    def read(self, peer: LibraryPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: LibraryPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
 
     def disconnect(self, peer: LibraryPeer) -> None:
         """Ends its transfers; the library forgets the peer once the last of them is over."""
@@ -326,11 +307,9 @@ class LibraryCarrier(Carrier):
             into = np.array([self._own.address], dtype=np.int64)
             self._move(job, peer, Copies(peer.regions.starts[:1], into, one), reading=True)
 
-    def _submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
+    def submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
-            arrays = Copies.of(copies)
-            src, dst = (peer.regions, self._table) if reading else (self._table, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
             self.count("transfers")
             moved = 0
             for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):
@@ -345,8 +324,7 @@ class LibraryCarrier(Carrier):
         return peer.workers.submit(LibraryJob(self, peer, work, what))
 
     def _move(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
-        """Whatever the library says of a batch that fails, a peer that is gone is the better
-        reason."""
+        """Where a batch fails, a peer that is gone is the better reason."""
         try:
             self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
@@ -389,8 +367,8 @@ class LibraryPeer:
 
 
 class LibraryJob(Job):
-    """A transfer that can end up abandoned. One that failed with `late_bytes` is not settled until
-    the peer is gone, or for so long that the library has given up by itself."""
+    """One that failed with `late_bytes` is not settled until the peer is gone, or for so long that
+    the library has given up by itself."""
 
     def __init__(
         self, carrier: LibraryCarrier, peer: LibraryPeer, work: Callable[[Job], None], what: str
@@ -426,7 +404,6 @@ class LibraryJob(Job):
 
 
 def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
-    """The same copies, neighbours joined, so many at a time."""
     for part in slices(copies, max_bytes):
         ready = part.joined()
         starts = range(0, len(ready), descriptors)
@@ -446,7 +423,6 @@ def environment(ours: Mapping[str, str]) -> Iterator[None]:
 
 
 def rdma_devices() -> list[str]:
-    """The names of this host's RDMA devices."""
     there = RDMA_DEVICES.iterdir() if RDMA_DEVICES.is_dir() else []
     return sorted(device.name for device in there)
 

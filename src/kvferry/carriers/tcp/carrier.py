@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The carrier between any two hosts: one-sided reads and writes over TCP.
 
-The owner of memory runs a `TcpServer` (server.py), to which readers and writers connect
-(client.py). Frames, their authentication, and how an end moves a frame's bytes are in frames.py. A
-transfer has connections of its own, from a small pool per peer. So a transfer is cancelled by
-closing them, and transfers do not wait for each other. A batch is cut into frames that the server's
-limits allow. A few connections share the frames: one asks, gathers or scatters while another one's
-bytes are on their way. A frame to be read is asked for while the frame before it arrives.
+The owner of memory runs a `TcpServer` (server.py), to which readers and writers connect. Frames,
+their authentication, and how an end moves a frame's bytes are in frames.py. A transfer has
+connections of its own (`Streams`), from a small pool per peer (`TcpPeer`). So a transfer is
+cancelled by closing them, and transfers do not wait for each other. A batch is cut into frames that
+the server's limits allow. A few connections share the frames: one asks, gathers or scatters while
+another one's bytes are on their way. A frame to be read is asked for while the frame before it
+arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
@@ -21,10 +22,13 @@ only. A peer may write only granted ranges, unless the owner makes all of its me
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -34,19 +38,36 @@ from kvferry.carriers.base import (
     MemoryRegion,
     RegionTable,
     Transfer,
+    checked,
+    decode_endpoint,
     is_staged,
-    require_all,
     slices,
 )
-from kvferry.carriers.host import HostMemory
-from kvferry.carriers.tcp.client import Own, Streams, TcpEndpoint, TcpPeer
-from kvferry.carriers.tcp.frames import INCARNATION_BYTES, MAX_PAYLOAD_BYTES, MAX_REGIONS
+from kvferry.carriers.host import HostMemory, joined
+from kvferry.carriers.tcp.frames import (
+    HEADER,
+    HELLO_BYTES,
+    INCARNATION_BYTES,
+    MAC_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_REGIONS,
+    NONCE_BYTES,
+    ROW_BYTES,
+    FrameHeader,
+    FrameKind,
+    TcpStream,
+    error_of,
+    frame,
+    mac,
+    receive_runs,
+    send_runs,
+)
 from kvferry.carriers.tcp.server import ServerLimits, TcpServer
-from kvferry.carriers.transfer import CANCEL_SECONDS, Job, share
-from kvferry.copies import Copies, Ints
-from kvferry.errors import Cancelled, TransferError
+from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers, share
+from kvferry.copies import Copies, Ints, table_bytes, table_of
+from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
-from kvferry.net.names import Admits, Reach, source_address
+from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, dial, source_address
 from kvferry.units import require_port
 
 STREAMS_PER_TRANSFER = 2
@@ -57,8 +78,27 @@ STAGED_STREAMS_PER_TRANSFER = 4
 # without work. So a transfer has about this many frames, within these bounds.
 FRAMES_PER_TRANSFER = 8
 LEAST_FRAME_BYTES = 4 << 20
-LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
+IDLE_SECONDS = 300.0  # a connection unused for longer is not used again; servers close theirs later
+CONNECT_SECONDS = 10.0  # for the connections after a peer's first, which has the caller's deadline
+TRANSFERS_PER_PEER = 4  # at a time
+
+
+class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where a carrier listens, and which start of it this is."""
+
+    carrier: Literal["tcp"]
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    incarnation: Annotated[
+        bytes, msgspec.Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)
+    ]
+
+    @classmethod
+    def decode(cls, raw: bytes) -> TcpEndpoint:
+        return decode_endpoint(_endpoints, raw, "tcp")
+
+
+_endpoints = msgspec.msgpack.Decoder(TcpEndpoint)
 
 
 class TcpCarrier(GrantingCarrier):
@@ -87,7 +127,7 @@ class TcpCarrier(GrantingCarrier):
         key = Key.of(secret)
         self._reach = Reach(key.configured, admits)
         if host is None:
-            host = EVERYWHERE[0] if key.configured else LOOPBACK
+            host = EVERYWHERE[0] if key.configured else LOCALHOST
         self._reach.require_listening(host)
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
@@ -95,13 +135,8 @@ class TcpCarrier(GrantingCarrier):
         usual = STREAMS_PER_TRANSFER
         if memory is not None and is_staged(memory):
             usual = STAGED_STREAMS_PER_TRANSFER
-        self._own = Own(
-            key.derive("tcp"),
-            self.incarnation,
-            self.limits.stall_seconds,
-            streams_per_transfer or usual,
-        )
-        self._server = TcpServer(self._own.key, self.incarnation, self.limits, writable=writable)
+        self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
+        self._server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
         self._memory = memory
         if memory is not None:
             self._server.memory = memory
@@ -113,12 +148,10 @@ class TcpCarrier(GrantingCarrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Requests that the server has served and refused, by kind."""
         return self._server.counters
 
     @property
     def serving(self) -> int:
-        """Connections that others have to this carrier's memory."""
         return self._server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -158,7 +191,7 @@ class TcpCarrier(GrantingCarrier):
     def connect(self, endpoint: bytes, deadline: float) -> TcpPeer:
         found = TcpEndpoint.decode(endpoint)
         self._reach.require(found.host)
-        peer = TcpPeer(self._own, found)
+        peer = TcpPeer(self, found)
         peer.connect(deadline)
         with self._lock:
             if not self._closed:
@@ -167,22 +200,15 @@ class TcpCarrier(GrantingCarrier):
         peer.close()
         raise Cancelled("the carrier was closed")
 
-    def read(self, peer: TcpPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=True)
-
-    def write(self, peer: TcpPeer, copies: Copies) -> Transfer:
-        return self._submit(peer, copies, reading=False)
-
     def write_granted(self, peer: TcpPeer, copies: Copies, grant: bytes) -> Transfer:
-        return self._submit(peer, copies, reading=False, grant=grant)
+        return self.submit(peer, copies, reading=False, grant=grant)
 
-    def _submit(
+    def submit(
         self, peer: TcpPeer, copies: Copies, *, reading: bool, grant: bytes = b""
     ) -> Transfer:
         def work(job: Job) -> None:
-            arrays, ours = Copies.of(copies), self._server.regions
-            src, dst = (peer.regions, ours) if reading else (ours, peer.regions)
-            require_all(arrays, src, dst, reading=reading)
+            ours, theirs = self._server.regions, peer.regions
+            arrays = checked(copies, ours=ours, theirs=theirs, reading=reading)
             total = sum(int(part.length.sum()) for part in arrays.windows())
             if total == 0:
                 return
@@ -196,7 +222,7 @@ class TcpCarrier(GrantingCarrier):
                         slices(arrays, frame),
                         lambda part, following: streams.carry(memory, part, following),
                         peer.helpers,
-                        self._own.streams_per_transfer - 1,
+                        self.streams_per_transfer - 1,
                         ahead=reading,
                     )
             finally:
@@ -230,6 +256,230 @@ class TcpCarrier(GrantingCarrier):
         self._server.close(CANCEL_SECONDS)
 
 
+class TcpConnection:
+    """Used by one transfer at a time. After an error that `in_step` does not know, close it."""
+
+    def __init__(self, stream: TcpStream, regions: RegionTable) -> None:
+        self.stream, self.regions = stream, regions
+        self.in_step = True  # both sides agree on the next byte, and no answer is awaited
+        self._request = 0  # the newest
+        self._ahead: Copies | None = None  # the copies that it asks for, if sent before its turn
+        self._used = time.monotonic()
+
+    @classmethod
+    def open(cls, own: TcpCarrier, endpoint: TcpEndpoint, deadline: float) -> TcpConnection:
+        stream = TcpStream(dial(endpoint.host, endpoint.port, deadline), own.limits.stall_seconds)
+        try:
+            return cls(stream, _shake_hands(stream, own, endpoint, deadline))
+        except BaseException:
+            stream.close()
+            raise
+
+    def usable(self) -> bool:
+        """Whether the next transfer may have it. One that became readable while idle has ended."""
+        return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
+
+    def read(self, memory: Memory, copies: Copies, following: Copies | None = None) -> None:
+        """`following` are the copies that are read next: they are asked for before these bytes have
+        come, so that the peer goes on with them at once."""
+        if self._ahead is not copies:
+            self.stream.send(self._question(FrameKind.READ, copies.src, copies.length))
+        self._ahead = None
+        here, length = joined(copies.dst, copies.length)  # while the request travels
+        self._expect(FrameKind.DATA, int(length.sum()))
+        self.in_step = False
+        unsent = memoryview(b"")
+        if following is not None:
+            # The peer reads nothing while it sends: bytes beyond the sockets' buffers wait here.
+            question = self._question(FrameKind.READ, following.src, following.length)
+            unsent = self.stream.send_some(question)
+            self._ahead = following
+        receive_runs(self.stream, memory, here, length)
+        self.stream.send(unsent)
+        self._done()
+
+    def write(self, memory: Memory, copies: Copies, grant: bytes = b"") -> None:
+        kind = FrameKind.GRANTED if grant else FrameKind.WRITE
+        self.stream.send(self._question(kind, copies.dst, copies.length, grant))
+        here, length = joined(copies.src, copies.length)
+        self._expect(FrameKind.GO)
+        self.in_step = False
+        send_runs(self.stream, memory, here, length)
+        self._expect(FrameKind.APPLIED)
+        self._done()
+
+    def _question(self, kind: FrameKind, address: Ints, length: Ints, grant: bytes = b"") -> bytes:
+        there, lengths = joined(address, length)
+        body = grant + table_bytes(there, lengths)
+        self._request += 1
+        self.in_step = False
+        return frame(kind, self._request, body, int(lengths.sum()))
+
+    def _expect(self, kind: FrameKind, payload_bytes: int = 0) -> None:
+        header, body = _receive(self.stream, time.monotonic() + self.stream.stall_seconds)
+        if header.kind == FrameKind.ERROR:
+            self.in_step = header.request == self._request
+            raise error_of(body)
+        found = (header.kind, header.request, header.payload_bytes)
+        if found != (kind, self._request, payload_bytes):
+            raise ProtocolError(
+                f"expected frame {kind.name} of request {self._request} with {payload_bytes} "
+                f"bytes, found kind {header.kind} of {header.request} with {header.payload_bytes}"
+            )
+
+    def _done(self) -> None:
+        self.in_step = self._ahead is None
+        self._used = time.monotonic()
+
+
+class TcpPeer:
+    """A server that this carrier is connected to, and the connections that are not in use."""
+
+    def __init__(self, own: TcpCarrier, endpoint: TcpEndpoint) -> None:
+        self._own, self._endpoint = own, endpoint
+        self.regions = RegionTable.of([])
+        self._idle: list[TcpConnection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self.workers = Workers("kvferry-tcp", TRANSFERS_PER_PEER)
+        self.helpers = Workers(
+            "kvferry-tcp-help", TRANSFERS_PER_PEER * (own.streams_per_transfer - 1)
+        )
+
+    def connect(self, deadline: float) -> None:
+        connection = TcpConnection.open(self._own, self._endpoint, deadline)
+        self.regions = connection.regions
+        self.put(connection)
+
+    def take(self) -> TcpConnection:
+        """A connection for one transfer: an idle one that still works, or a new one."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise Cancelled("the carrier was closed")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                by = time.monotonic() + CONNECT_SECONDS
+                return TcpConnection.open(self._own, self._endpoint, by)
+            if connection.usable():
+                return connection
+            connection.stream.close()
+
+    def put(self, connection: TcpConnection, *, keep: bool = True) -> None:
+        """Give a connection back. It is closed if it is out of step or was shut down."""
+        with self._lock:
+            keep = keep and not self._closed and connection.in_step
+            if keep:
+                self._idle.append(connection)
+                ended = []
+            else:  # the others may have ended with it
+                ended = [connection, *(c for c in self._idle if not c.usable())]
+                self._idle = [c for c in self._idle if c not in ended]
+        for connection in ended:
+            connection.stream.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.workers.close()
+        self.helpers.close()
+        for connection in self._idle:
+            connection.stream.close()
+        self._idle.clear()
+
+
+class Streams:
+    def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
+        self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
+        self._mine: dict[int, TcpConnection] = {}  # by thread
+        self._failed: list[Exception] = []
+        self._ended: set[TcpConnection] = set()
+
+    def carry(self, memory: Memory, part: Copies, following: Copies | None) -> None:
+        try:
+            connection = self._mine.get(threading.get_ident()) or self._take()
+            if self._reading:
+                connection.read(memory, part, following)
+            else:
+                connection.write(memory, part, self._grant)
+        except Exception as error:
+            self._failed.append(error)
+            if self._failed[0] is error:
+                self.end(but=threading.get_ident())  # its own may still be in step
+            raise self._failed[0] from None  # later errors are its consequences
+
+    def end(self, but: int | None = None) -> None:
+        """From any thread: end the frames under way. A peer still confirms applied ones."""
+        for thread, connection in list(self._mine.items()):
+            if thread == but:
+                continue
+            self._ended.add(connection)
+            if self._reading:
+                connection.stream.abort()
+            else:
+                connection.stream.stop_sending()
+
+    def give_back(self) -> None:
+        """When no thread works any more."""
+        for connection in self._mine.values():
+            ended = connection in self._ended
+            if not self._reading and (ended or not connection.in_step):
+                # sent bytes may still be on their way into the peer's memory: wait until they end
+                self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
+            self._peer.put(connection, keep=not ended)
+
+    def _take(self) -> TcpConnection:
+        connection = self._peer.take()
+        self._mine[threading.get_ident()] = connection
+        self._job.checkpoint()  # after it can be ended: a cancel comes either before or after
+        if self._failed:
+            raise self._failed[0]
+        return connection
+
+
+def _shake_hands(
+    stream: TcpStream, own: TcpCarrier, endpoint: TcpEndpoint, deadline: float
+) -> RegionTable:
+    """Prove the key, see it proven, and learn which regions the peer has registered."""
+    hello = _greeting(stream, FrameKind.HELLO, deadline)
+    if len(hello) != HELLO_BYTES:
+        raise ProtocolError(f"a HELLO has {HELLO_BYTES} bytes, found {len(hello)}")
+    if hello[NONCE_BYTES:] != endpoint.incarnation:
+        raise PeerLost(
+            f"another carrier listens at {endpoint.host}:{endpoint.port} now: the peer restarted. "
+            "Ask for its new endpoint"
+        )
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    said = (hello[:NONCE_BYTES], nonce, endpoint.incarnation, own.incarnation)
+    auth = nonce + own.incarnation + mac(own.key, b"client", *said)
+    stream.send(frame(FrameKind.AUTH, 0, auth), deadline)
+    welcome = _greeting(stream, FrameKind.WELCOME, deadline)
+    proof, table = welcome[:MAC_BYTES], welcome[MAC_BYTES:]
+    if not hmac.compare_digest(proof, mac(own.key, b"server", *said, table)):
+        raise AuthenticationError(
+            f"{endpoint.host}:{endpoint.port} does not know the shared secret; nothing was sent"
+        )
+    if len(table) % ROW_BYTES:
+        raise ProtocolError(f"{len(table)} bytes are not a table of regions")
+    pairs = zip(*(column.tolist() for column in table_of(table)), strict=True)
+    return RegionTable.of([MemoryRegion(address, length) for address, length in pairs])
+
+
+def _greeting(stream: TcpStream, kind: FrameKind, deadline: float) -> bytes:
+    """The body of a frame of the handshake."""
+    header, body = _receive(stream, deadline)
+    if header.kind == FrameKind.ERROR:
+        raise error_of(body)
+    if header.kind != kind:
+        raise ProtocolError(f"expected a frame {kind.name}, found one of kind {header.kind}")
+    return body
+
+
+def _receive(stream: TcpStream, deadline: float) -> tuple[FrameHeader, bytes]:
+    header = FrameHeader.unpack(stream.recv(HEADER.size, deadline))
+    return header, stream.recv(header.body_bytes, deadline)
+
+
 def _reachable(host: str) -> str:
     """The address under which peers find a server that listens everywhere."""
     if host not in EVERYWHERE:
@@ -237,4 +487,4 @@ def _reachable(host: str) -> str:
     somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation: no host has it
     with contextlib.suppress(OSError):
         return source_address(somewhere, 9)
-    return "::1" if ":" in host else LOOPBACK
+    return "::1" if ":" in host else LOCALHOST

@@ -22,30 +22,22 @@ Every frame is a header of 32 bytes and `body_bytes` more, little-endian:
     mac_c = HMAC-SHA256(key, "client" | nonce_s | nonce_c | both incarnations)
     mac_s = HMAC-SHA256(key, "server" | nonce_s | nonce_c | both incarnations | regions)
 
-A table is rows of (address i64, length i64): the ranges of the server's memory, in the order in
-which the payload comes; a grant is 16 bytes that only the owner can have told. Requests are
-numbered upwards on each connection; a number that does not rise is a replay. Nonces make a recorded
-AUTH worthless on the next connection.
+A table is rows of (address i64, length i64): ranges of the server's memory, in the order in which
+the payload comes. Requests are numbered upwards on each connection; a number that does not rise is
+a replay. Both sides prove that they have the key (net/keys.py) before they send anything else.
+Bytes are neither encrypted nor signed: an attacker who can change packets can change caches.
 
-Both sides prove that they have the key (net/keys.py) before they send anything else. Bytes are
-neither encrypted nor signed: an attacker who can change packets can change caches. Use it on a
-network you trust.
-
-The wire carries the bytes of a frame's ranges one after another, whichever way an end moves them:
+A payload is the bytes of its ranges one after another, whichever way an end moves them:
 
     host memory    the kernel sends from, and receives into, the ranges themselves, 1,024 a call
-    a GPU's        chunk by chunk: its memory hands out chunks, and gathers or scatters others
-                   while one is on its way (cuda/staging.py)
+    a GPU's        chunk by chunk (cuda/staging.py)
 
-A `TcpStream` is one connected socket with exact and vectored I/O, and a deadline on every
-operation. The socket blocks, with the kernel's own timeouts. A call waits until all of its bytes
-have moved (`MSG_WAITALL`), so that Python runs once per 1,024 vectors. It comes back early when its
-time is up, when the peer closes, and when another thread calls `abort()`. Its time is up after
-`stall_seconds` without progress, or at the deadline that it was given. Without a deadline, its time
-is also up when the peer is slower than `SLOWEST_BYTES_PER_SECOND`: a peer that sends a byte now and
-then cannot hold a thread for ever. One thread uses a stream at a time, and only that thread closes
-the descriptor; `abort()` from another thread just shuts the connection down. So no call ever runs
-on a descriptor that was given away again.
+A `TcpStream` is one connected socket that blocks, with the kernel's own timeouts. A call waits
+until all of its bytes have moved (`MSG_WAITALL`). It comes back early when its time is up, when the
+peer closes, and when another thread calls `abort()`. Its time is up after `stall_seconds` without
+progress, or at the deadline that it was given; without a deadline also when the peer is slower than
+`SLOWEST_BYTES_PER_SECOND`. One thread uses a stream at a time, and only that thread closes the
+descriptor, so no call ever runs on a descriptor that was given away again.
 """
 
 from __future__ import annotations
@@ -116,8 +108,6 @@ class FrameKind(IntEnum):
 
 
 class Code(IntEnum):
-    """Why a request was refused."""
-
     MALFORMED = 1
     UNAUTHENTICATED = 2
     OUT_OF_BOUNDS = 3
@@ -185,10 +175,7 @@ def error_of(body: bytes) -> KvferryError:
 
 
 def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
-    """The proof of a role, b"client" or b"server", that it has the key.
-
-    `said` are the parts that this module's text names, in its order.
-    """
+    """The proof of a role, b"client" or b"server", that it has the key, as the text above says."""
     return hmac.digest(key, b"".join((role, *said)), hashlib.sha256)
 
 
@@ -248,8 +235,7 @@ class TcpStream:
         self.stall_seconds = stall_seconds
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
-            # Buffers are left to the kernel: it lets them grow to tcp_rmem and tcp_wmem, which is
-            # usually far more than SO_RCVBUF may ask for.
+            # buffers are left to the kernel, which lets them grow further than we could ask for
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
@@ -268,7 +254,7 @@ class TcpStream:
                 raise self._error(error.errno or errno.EIO, "sending to") from None
 
     def send_some(self, data: bytes) -> memoryview:
-        """Send as much as the socket takes at once; the rest is returned."""
+        """Send as much as the socket takes at once, and return the rest."""
         try:
             sent = self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -397,7 +383,6 @@ class TcpStream:
             self._timeouts[option] = seconds
 
     def _error(self, code: int, doing: str) -> TransferError:
-        """The error of this errno."""
         if self._aborted:
             return PeerLost(f"the connection was ended on this side while {doing} the peer")
         if code in (errno.EAGAIN, errno.EWOULDBLOCK):

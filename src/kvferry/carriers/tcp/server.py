@@ -5,19 +5,16 @@ One thread accepts, and one serves each connection. The cost of a connection is 
 first byte: there is a deadline for the handshake, no more than `max_pending` connections that have
 not finished it, and no allocation above one frame's table. Where too many have not finished, a new
 connection takes the place of the oldest, or of the oldest of one address, if that address has more
-than half of them. A peer finishes within milliseconds, so strangers do not keep it out.
+than half of them.
 
 Nothing is written before every descriptor of a frame was checked, and nothing without a grant,
 unless the owner has made all of its memory writable. Whatever a peer sends, the answer is a frame
-of data, a frame of error or a closed connection, and one of the `counters`. It never ends a thread
-that others need.
+of data, a frame of error or a closed connection, and one of the `counters`.
 
-A grant is a set of ranges of own memory that peers may write if they know its unguessable id. The
-owner opens a grant for the ranges of one transfer, and closes it when it wants the memory back.
-Every granted write names its grant, and all its ranges are checked against it before the first byte
-is taken. Closing ends the connections that write under the grant at that moment, waits until their
-threads have left the memory, and takes nothing more, whatever a peer that stalled, was stopped or
-lies sends later. It also says how many bytes were written, as counted on this side.
+A grant is a set of ranges of own memory that peers may write if they know its unguessable id.
+Closing a grant ends the connections that write under it at that moment, waits until their threads
+have left the memory, and takes nothing more, whatever a peer sends later. It also says how many
+bytes were written, as counted on this side.
 """
 
 from __future__ import annotations
@@ -93,7 +90,6 @@ class TcpServer:
 
     @property
     def serving(self) -> int:
-        """Connections that have authenticated."""
         return len(self._serving)
 
     def listen(self, listener: socket.socket) -> None:
