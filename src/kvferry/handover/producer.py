@@ -242,7 +242,6 @@ class ProducerRank(Server):
             return refused
         if not hold.announce(claim.reader, claim.readers):
             return Refused("busy", "too many engines read this hold, or this rank's holds")
-        self.counters["claims"] += 1
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
         if hold.packed is None:  # all replies that wait for readers share this one copy
@@ -262,7 +261,6 @@ class ProducerRank(Server):
             sender=sender.identity,
         ):
             return Refused("busy", "too many claims wait for holds that have not arrived")
-        self.counters["parked"] += 1
         return None
 
     def _refuse(self, offer: Offer, hold: Hold) -> Refused | None:
@@ -306,7 +304,6 @@ class ProducerRank(Server):
             body = refuse_closed(why if isinstance(why, str) else None)
         else:
             body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
-            self.counters["bytes pushed"] += outcome.bytes
         self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
         return body
 
@@ -364,7 +361,6 @@ class ProducerRank(Server):
         hold = self._table.renew(hold_id, time.monotonic())
         if not isinstance(hold, Hold):  # another request may have overwritten the bytes
             reply = refuse_closed(hold)
-        self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
         self.reply(sender, request_id, reply)
 
     def tick(self, now: float) -> None:
@@ -404,10 +400,6 @@ class ProducerRank(Server):
 
 
 MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
-# How long the directory's thread judges descriptions of one connection, per minute. One judgement
-# takes a few milliseconds. A peer that sends new descriptions all the time is told to ask later.
-JUDGING_SECONDS = 1.0
-JUDGING_PERIOD_SECONDS = 60.0
 
 
 class Directory(Server):
@@ -431,8 +423,6 @@ class Directory(Server):
         self._ranks: list[RankInfo] = []
         self._welcome: Packed | None = None
         self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
-        # By connection: the start of its minute, and the seconds spent on it since.
-        self._judging: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
         """Set the engine's first description, or that of a new incarnation.
@@ -454,7 +444,7 @@ class Directory(Server):
         if refused is None and self.engine is None:
             refused = Refused("busy", "this engine has not described itself yet; ask again")
         if refused is None and isinstance(body, Hello):
-            refused = self._verdict(sender, body.engine)
+            refused = self._verdict(body.engine)
         if refused is not None or self.engine is None:
             return refused
         if isinstance(body, Look):
@@ -465,25 +455,16 @@ class Directory(Server):
             self._welcome = pack(Welcome(self.engine, self._ranks))
         return self._welcome
 
-    def _verdict(self, sender: bytes, consumer: EngineInfo) -> Refused | None:
+    def _verdict(self, consumer: EngineInfo) -> Refused | None:
         """Judge a description once. All ranks of an engine send the same one."""
         key = hashlib.sha256(msgspec.msgpack.encode(consumer)).digest()
         if key not in self._judged:
-            begun = time.monotonic()
-            since, spent = self._judging.get(sender, (begun, 0.0))
-            if since + JUDGING_PERIOD_SECONDS <= begun:
-                since, spent = begun, 0.0
-            if spent > JUDGING_SECONDS:
-                return Refused("busy", "this peer describes itself too often; ask again later")
             verdict = self._judged[key] = self._judge(consumer)
             if verdict is not None:
                 name = f"{consumer.engine_id:.80}"
                 self.complain(name, "engine %r is refused: %.2000s", name, verdict.message)
-            self._judging[sender] = since, spent + time.monotonic() - begun
-            for memory in (self._judged, self._judging):
-                while len(memory) > MOST_JUDGED:
-                    memory.popitem(last=False)
-        self._judged.move_to_end(key)
+            if len(self._judged) > MOST_JUDGED:
+                self._judged.popitem(last=False)
         return self._judged[key]
 
     def _judge(self, consumer: EngineInfo) -> Refused | None:
