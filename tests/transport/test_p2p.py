@@ -505,7 +505,7 @@ def test_other_engines_are_refused_on_both_sides(other: Spec, words: tuple[str, 
         # and we would refuse it, had it not
         welcome = Welcome(p.ask("welcome").engine, [])
         with pytest.raises(IncompatibleError) as caught:
-            d.known().plan_with(welcome, PeerKey.of(ticket), time.monotonic() + 1, "p")
+            d.known().plan_with(welcome, PeerKey.of(ticket), time.monotonic() + 1)
         assert all(word in str(caught.value) for word in words), caught.value
 
 
