@@ -147,10 +147,8 @@ class ConsumerStats:
 
     abandoned_now: int = 0
     quarantined_blocks: int = 0
-    revoked: int = 0  # grants closed before their source had answered
     bytes: int = 0  # of good loads, as are the descriptors
     descriptors: int = 0
-    checked_bytes: int = 0  # compared by checksum
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
 
 
@@ -167,14 +165,6 @@ class ConsumerTally:
             stats.descriptors += loaded.descriptors
             for step, spent in loaded.seconds.items():
                 stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
-
-    def checked(self, count_bytes: int) -> None:
-        with self._lock:
-            self._stats.checked_bytes += count_bytes
-
-    def revoked(self) -> None:
-        with self._lock:
-            self._stats.revoked += 1
 
     @contextlib.contextmanager
     def abandoned(self, blocks: int) -> Iterator[None]:
@@ -230,7 +220,6 @@ class Loading:
             descriptors = sum(b.descriptors for b in bound.values())
             if self.checked is not None:
                 require_equal(client, bound, self.checked)
-                self.tally.checked(moved)
                 clock.stop("check")
             # A source that wrote has counted its own last word.
             words = client.ask_open(read) if load.keep_open else client.say(read, "done")
@@ -582,7 +571,6 @@ class Offers:
         """Revoke all grants. After this returns, no byte of these offers can arrive."""
         for one in self._offered:
             if one.open:
-                self._tally.revoked()
                 self._close(one)
 
     def _call(self, one: _Offered) -> None:

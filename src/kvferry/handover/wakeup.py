@@ -53,7 +53,9 @@ class WhenReady:
     def __init__(self, gpu: bool, record: Callable[[], DeviceEvent] = _torch_event) -> None:
         self._gpu, self._record = gpu, record
         self._queue: queue.SimpleQueue[tuple[DeviceEvent, Action] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
+        if gpu:
+            self._thread.start()
 
     def mark(self) -> Callable[[Action], None]:
         """Record an event. The returned function calls an action once that event has completed."""
@@ -64,36 +66,25 @@ class WhenReady:
         except Exception as error:
             why = _why(error)
             return lambda action: action(why)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as error:  # waiting here keeps the order, too
-                log.warning("a step waits for the device, without a thread for it: %s", error)
-                return lambda action: _do(event, action)
-            self._thread = thread
         return lambda action: self._queue.put((event, action))
 
     def close(self) -> None:
         self._queue.put(None)
-        if self._thread is not None:
+        if self._gpu:
             self._thread.join(5.0)
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
-            _do(*one)
-
-
-def _do(event: DeviceEvent, action: Action) -> None:
-    why = ""
-    try:
-        event.synchronize()
-    except Exception as error:
-        why = _why(error)
-    try:
-        action(why)
-    except Exception:  # later orders must still be passed on
-        log.exception("an order of a step could not be passed on")
+            event, action = one
+            why = ""
+            try:
+                event.synchronize()
+            except Exception as error:
+                why = _why(error)
+            try:
+                action(why)
+            except Exception:  # later orders must still be passed on
+                log.exception("an order of a step could not be passed on")
 
 
 def _why(error: Exception) -> str:
