@@ -18,10 +18,12 @@ of one directory use at most half of the load threads, however long their claims
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -34,7 +36,6 @@ from kvferry.handover.describe import rank_info
 from kvferry.handover.load import (
     WORD_SECONDS,
     ConsumerStats,
-    ConsumerTally,
     HoldClient,
     Introductions,
     Load,
@@ -86,7 +87,7 @@ class ConsumerRank:
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
         self._meetings = Meetings("kvferry-meet")
-        self._tally = ConsumerTally()
+        self._stats = ConsumerStats()
         self.topology = TransferTopology(
             engine.engine_id, model, layout.shape, layout.rank, optional_roles
         )
@@ -103,7 +104,7 @@ class ConsumerRank:
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
-            self._tally,
+            self._abandoned,
             introductions,
             checked,
         )
@@ -162,7 +163,8 @@ class ConsumerRank:
 
     def stats(self) -> ConsumerStats:
         """Counts of loads. Safe from any thread."""
-        return self._tally.snapshot()
+        with self._lock:
+            return replace(self._stats, seconds=dict(self._stats.seconds))
 
     def close(self) -> None:
         """Give all loads up. Their threads end soon after."""
@@ -229,13 +231,30 @@ class ConsumerRank:
         self._end(result)
 
     def _end(self, result: Loaded) -> None:
-        self._tally.ended(result)
         with self._lock:
+            stats = self._stats
+            stats.bytes += result.bytes
+            stats.descriptors += result.descriptors
+            for step, spent in result.seconds.items():
+                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
             self._running.pop(result.request_id, None)
             self._done.append(result)
         self._wakeup.ring()
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
+
+    @contextlib.contextmanager
+    def _abandoned(self, blocks: int) -> Iterator[None]:
+        """Count a load that is over while it keeps its blocks."""
+        with self._lock:
+            self._stats.abandoned_now += 1
+            self._stats.quarantined_blocks += blocks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stats.abandoned_now -= 1
+                self._stats.quarantined_blocks -= blocks
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Deadline, remote: Remote) -> None:
         client = HoldClient(self._peers, remote, ticket, watch)

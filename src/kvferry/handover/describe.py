@@ -34,10 +34,6 @@ MOST_ROLES = 16
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
 MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
-# Steps of Python for one plan, less than a second. 8 to 64 ranks with ten groups need a hundredth
-# of this; 1,024 ranks with 60 groups of one layer need half.
-MOST_PLAN_STEPS = 10_000_000
-SHARE_STEPS = 100  # for the share of one rank in one stage
 
 
 def engine_info(
@@ -93,32 +89,6 @@ def read_shape(info: EngineInfo) -> EngineShape:
                 "planned in the time that a handshake may take"
             )
     return shape
-
-
-def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
-    """An estimate of the steps of `plan.assign`, which walks ranks at every cut, and stages."""
-    steps = 0
-    for group in model.groups:
-        layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
-        meeting = min(src.pp + dst.pp, layers)  # pairs of stages with common layers
-        for units in {(c.units, c.sharding): c.units for c in group.components}.values():
-            cuts = min(units, src.tp + dst.tp)
-            steps += cuts * src_dcp * (src.tp + dst_dcp * dst.tp)
-            steps += SHARE_STEPS * meeting * max(cuts, dst.tp) * src_dcp
-        steps += (src.pp + dst.pp) * (src.pp + dst.pp + layers)
-        steps += dst.pp * (16 * src.pp + layers) + src.pp * layers
-    return steps
-
-
-def require_plannable(model: CacheModel, src: EngineShape, dst: EngineShape) -> None:
-    """Refuse a pair of shapes whose plan would take seconds. One of them is a peer's."""
-    steps = plan_steps(model, src, dst)
-    if steps > MOST_PLAN_STEPS:
-        raise ProtocolError(
-            f"planning {len(model.groups)} groups from tp={src.tp} pp={src.pp} dcp={src.dcp} to "
-            f"tp={dst.tp} pp={dst.pp} dcp={dst.dcp} takes {steps} steps; at most {MOST_PLAN_STEPS} "
-            "fit into the time that a handshake may take"
-        )
 
 
 def rank_info(
@@ -204,14 +174,6 @@ def _made(kind: type[Thing], info: msgspec.Struct, **values: Any) -> Thing:
 
 
 def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
-    for part in info.parts:
-        if not part.placements:
-            raise DescriptionError(f"group {part.group!r} places nothing")
-        for p in part.placements:
-            if not len(part.layers) == len(p.regions) == len(p.offsets) > 0:
-                raise DescriptionError(f"group {part.group!r} does not place each of its layers")
-            if min(p.regions) < 0 or max(p.regions) >= len(info.regions):
-                raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     parts = tuple(
         _made(
             Part,
@@ -242,6 +204,8 @@ def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None
 
     Only the first block is checked: the regions of a pool's objects have room for one object.
     """
+    if int(p.regions.min()) < 0 or int(p.regions.max()) >= len(regions):
+        raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     reach = part.page_bytes if part.is_opaque else p.span_bytes(part.block_entries)
     room = min(
         regions[region].bytes - offset

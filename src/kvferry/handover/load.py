@@ -42,13 +42,13 @@ engine may reuse the blocks then.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.carriers.base import Memory, Transfer, is_granting
@@ -152,36 +152,8 @@ class ConsumerStats:
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
 
 
-class ConsumerTally:
-    """Keeps the `ConsumerStats` of one rank. Any method, from any thread."""
-
-    def __init__(self) -> None:
-        self._lock, self._stats = threading.Lock(), ConsumerStats()
-
-    def ended(self, loaded: Loaded) -> None:
-        with self._lock:
-            stats = self._stats
-            stats.bytes += loaded.bytes
-            stats.descriptors += loaded.descriptors
-            for step, spent in loaded.seconds.items():
-                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
-
-    @contextlib.contextmanager
-    def abandoned(self, blocks: int) -> Iterator[None]:
-        """Count a load that is over while it keeps its blocks."""
-        with self._lock:
-            self._stats.abandoned_now += 1
-            self._stats.quarantined_blocks += blocks
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stats.abandoned_now -= 1
-                self._stats.quarantined_blocks -= blocks
-
-    def snapshot(self) -> ConsumerStats:
-        with self._lock:
-            return replace(self._stats, seconds=dict(self._stats.seconds))
+# Counts a load that is over, with so many blocks, while bytes of it may still arrive.
+Abandoned = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +164,7 @@ class Loading:
     bases: Ints  # addresses of this rank's regions
     everything: EdgePlan  # covers all bytes of this rank's blocks
     zero: Callable[[Ints, Ints], None]
-    tally: ConsumerTally
+    abandoned: Abandoned
     introductions: Introductions | None = None  # push mode
     checked: Memory | None = None  # this rank's memory, if digests are compared
 
@@ -245,7 +217,7 @@ class Loading:
         self, introductions: Introductions, client: HoldClient, load: Load, clock: Clock
     ) -> Arrived:
         """Let sources write if they can be stopped. No source can write after this returns."""
-        offers = Offers(introductions, client, load, self.tally)
+        offers = Offers(introductions, client, load, self.abandoned)
         try:
             offers.open(self.bases)
             clock.stop("offer")
@@ -289,7 +261,7 @@ class Loading:
             clock.stop("read")
             return rest
         except BaseException as error:
-            end_transfers(transfers, lambda: self.tally.abandoned(load.blocks))
+            end_transfers(transfers, lambda: self.abandoned(load.blocks))
             if not isinstance(error, Cancelled):
                 self.peers.forget(client.remote)
             raise
@@ -494,10 +466,10 @@ class Offers:
     """
 
     def __init__(
-        self, introductions: Introductions, client: HoldClient, load: Load, tally: ConsumerTally
+        self, introductions: Introductions, client: HoldClient, load: Load, abandoned: Abandoned
     ) -> None:
         self._introductions, self._client, self._load = introductions, client, load
-        self._tally = tally
+        self._abandoned = abandoned
         self._offered: list[_Offered] = []
 
     def open(self, bases: Ints) -> None:
@@ -591,7 +563,7 @@ class Offers:
                 return False
             return True
 
-        end_for_good(end, lambda: self._tally.abandoned(self._load.blocks))
+        end_for_good(end, lambda: self._abandoned(self._load.blocks))
         one.open = False
         return came
 

@@ -34,11 +34,9 @@ What happens when something fails:
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
@@ -46,16 +44,9 @@ import msgspec
 from kvferry.carriers.base import Memory
 from kvferry.errors import KvferryError
 from kvferry.handover.checksum import Summing, decode_runs, digest, named
-from kvferry.handover.describe import (
-    read_model,
-    read_shape,
-    require_plannable,
-    require_same_meaning,
-)
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS, Closed, Hold, HoldOrder, HoldTable, Why
-from kvferry.handover.push import OPTIONAL_ROLES, CannotWrite, Pushed, Pusher
+from kvferry.handover.push import CannotWrite, Pushed, Pusher
 from kvferry.handover.wakeup import Wakeup
-from kvferry.layout.model import require_same_cache
 from kvferry.net.messages import (
     VERSION,
     Claim,
@@ -85,7 +76,6 @@ from kvferry.net.messages import (
 )
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import ENTRY_BYTES, Packed, Server, kept_bytes, pack
-from kvferry.plan.assign import assign
 
 MOST_PATIENCE_SECONDS = 600.0  # for parked claims and offers
 
@@ -399,14 +389,11 @@ class ProducerRank(Server):
         self._wakeup.ring()
 
 
-MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
-
-
 class Directory(Server):
     """Tells consumers where the engine's ranks are. It runs in the scheduler's process.
 
     A consumer says `Hello` once per incarnation. The directory answers with all ranks, or refuses
-    with a reason: another version, another model, or bytes with another meaning. `kvferry doctor`
+    another version. The consumer compares model, meaning and shapes (`peers.py`). `kvferry doctor`
     sends a `Look`, which needs no description of an engine.
     """
 
@@ -422,7 +409,6 @@ class Directory(Server):
         self.engine = engine  # None until the engine is described; callers ask again
         self._ranks: list[RankInfo] = []
         self._welcome: Packed | None = None
-        self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
 
     def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
         """Set the engine's first description, or that of a new incarnation.
@@ -432,7 +418,6 @@ class Directory(Server):
 
         def work() -> None:
             self.engine, self._ranks, self._welcome = engine, list(ranks), None
-            self._judged.clear()
 
         self.submit(work)
 
@@ -441,12 +426,10 @@ class Directory(Server):
         if not isinstance(body, Hello | Look):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
-        if refused is None and self.engine is None:
-            refused = Refused("busy", "this engine has not described itself yet; ask again")
-        if refused is None and isinstance(body, Hello):
-            refused = self._verdict(body.engine)
-        if refused is not None or self.engine is None:
+        if refused is not None:
             return refused
+        if self.engine is None:
+            return Refused("busy", "this engine has not described itself yet; ask again")
         if isinstance(body, Look):
             us = self.engine
             ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
@@ -454,32 +437,6 @@ class Directory(Server):
         if self._welcome is None:
             self._welcome = pack(Welcome(self.engine, self._ranks))
         return self._welcome
-
-    def _verdict(self, consumer: EngineInfo) -> Refused | None:
-        """Judge a description once. All ranks of an engine send the same one."""
-        key = hashlib.sha256(msgspec.msgpack.encode(consumer)).digest()
-        if key not in self._judged:
-            verdict = self._judged[key] = self._judge(consumer)
-            if verdict is not None:
-                name = f"{consumer.engine_id:.80}"
-                self.complain(name, "engine %r is refused: %.2000s", name, verdict.message)
-            if len(self._judged) > MOST_JUDGED:
-                self._judged.popitem(last=False)
-        return self._judged[key]
-
-    def _judge(self, consumer: EngineInfo) -> Refused | None:
-        """Refuse what the consumer would refuse too, so that both logs name the reason."""
-        assert self.engine is not None
-        try:
-            require_same_meaning(self.engine, consumer)
-            ours, theirs = read_model(self.engine), read_model(consumer)
-            require_same_cache(ours, theirs, OPTIONAL_ROLES)
-            shapes = read_shape(self.engine), read_shape(consumer)
-            require_plannable(ours, *shapes)
-            assign(ours, *shapes)
-        except KvferryError as error:
-            return refusal("model", error)
-        return None
 
 
 def refuse_version(version: int) -> Refused | None:

@@ -102,7 +102,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if schedules:
             self._prompts = Prompts.of(vllm_config)
             self._adapters = Adapters(adapter_settings(vllm_config))
-        handover, pool = self._sections(vllm_config.kv_transfer_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        handover, pool = sections(self.STYLE, extra or {})
         self._parent = None if schedules else multiconnector()
         fails = self._parent is not None and self._parent.kv_load_failure_policy == "fail"
         meant = pool is None and names_policy(sys.argv)
@@ -119,11 +120,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM's scheduler reads the role after it has made its connector. Where requests load,
             # it keeps blocks that a step in flight may still write.
             vllm_config.kv_transfer_config.kv_role = "kv_both"
-
-    @classmethod
-    def _sections(cls, transfer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The keys of the hand-over and those of the pool; None where there is no such half."""
-        return sections(cls.STYLE, transfer.kv_connector_extra_config or {})
 
     def _make_handover(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, cache, style = self._vllm_config, self._kv_cache_config, self.STYLE
@@ -432,7 +428,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        handover, pool = cls._sections(vllm_config.kv_transfer_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        handover, pool = sections(cls.STYLE, extra or {})
         return FerryPromMetrics(
             vllm_config,
             metric_types,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -83,12 +83,10 @@ def describe_worker(
     rank: Rank,
     model_id: str = "",
     tp: int | None = None,
-    from_last_stage: Callable[[Any], Any] | None = None,
 ) -> Described:
     """Describe what this worker registered, or refuse it with the reason.
 
-    tp               ranks that the cache is cut over, where that is not vLLM's tensor parallel size
-    from_last_stage  gives all stages what the last one calls it with; None: by vLLM's own groups
+    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
     """
     target, drafts = split_layers(vllm_config, kv_cache_config, rank.pp)
     layers = vllm_config.compilation_config.static_forward_context
@@ -99,7 +97,7 @@ def describe_worker(
     }
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
-        drafts, draft_pages = (from_last_stage or _from_last_stage)((drafts, draft_pages))
+        drafts, draft_pages = from_last_stage((drafts, draft_pages))
         if rank.pp < stages - 1:  # where a layer of the target may have a draft's name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
@@ -164,8 +162,8 @@ def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
     return _Pages(_interior(layer), int(spec.block_size), slots)
 
 
-def _from_last_stage(told: Any) -> Any:
-    """Every worker calls it at the same point of the engine's start."""
+def from_last_stage(told: Any) -> Any:
+    """What the last stage calls it with. Every worker calls it at the same point of its start."""
     from vllm.distributed import get_pp_group
 
     group = get_pp_group()
