@@ -6,11 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
-from kvferry.errors import IncompatibleError
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.peers import Known, PeerKey, Peers, Remote
@@ -105,9 +102,3 @@ def test_the_handshake_meets_and_reads_as_the_topology_says() -> None:
         assert read == topology.source_ranks(KEY.name, stage)
     assert topology.replicates_kv_cache(KEY.name)
     assert topology.get_engine_info(KEY.name).remote_physical_blocks_per_logical == 4
-
-
-def test_the_handshake_refuses_memory_that_is_not_as_described() -> None:
-    shape = EngineShape(tp=2, block_size=64, kernel_block_size=16)
-    with pytest.raises(IncompatibleError, match="4 physical blocks in a block of group 'latent'"):
-        shake_hands(shape, EngineShape(tp=2, block_size=64))

@@ -8,12 +8,9 @@
     cancel    gives a load up; it still appears in `take_done`, as failed
     release   sends the last word about a ticket that needs no load
 
-A load appears in `take_done` only when no byte of it can arrive any more. The engine may reuse its
-blocks right after. If the producer dies or stalls, the load fails at its deadline at the latest.
-
-A client of the API may name any directory, also one that never answers. So separate threads do the
-handshakes (`peers.Meetings`), and a load takes a load thread only once its engine is met. The loads
-of one directory use at most half of the load threads, however long their claims are parked.
+A load appears in `take_done` only when no byte of it can arrive any more: the engine may reuse its
+blocks right after. A load takes a load thread only once its engine is met (`peers.Meetings`). The
+loads of one directory use at most half of these threads, however long their claims are parked.
 """
 
 from __future__ import annotations
@@ -115,7 +112,6 @@ class ConsumerRank:
     # Called by the engine
 
     def start(self, load: Load) -> None:
-        """Begin a load; returns at once."""
         watch = Deadline(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
@@ -129,7 +125,6 @@ class ConsumerRank:
         self._end(Loaded(load.request_id, why, kind=why.partition(":")[0]))
 
     def cancel(self, request_id: str) -> None:
-        """Give a load up. It is still reported, as failed."""
         with self._lock:
             if request_id in self._running:
                 self._running[request_id].give_up()
@@ -144,14 +139,12 @@ class ConsumerRank:
         self._once_met(ticket, watch, work, _not_released)
 
     def take_done(self) -> list[Loaded]:
-        """Loads that ended since the last call, each exactly once."""
         with self._lock:
             done, self._done = self._done, []
         return done
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way."""
         return bool(self._running)
 
     @property
@@ -162,12 +155,10 @@ class ConsumerRank:
         return [(s.carrier.name, s.why) for s in sources if s.carrier is not None]
 
     def stats(self) -> ConsumerStats:
-        """Counts of loads. Safe from any thread."""
         with self._lock:
             return replace(self._stats, seconds=dict(self._stats.seconds))
 
     def close(self) -> None:
-        """Give all loads up. Their threads end soon after."""
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()

@@ -121,8 +121,6 @@ class Closed:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine that reads a hold."""
-
     ranks: int = 0  # that it announced
     spoke: set[tuple[int, int]] = field(default_factory=set)
 
@@ -150,8 +148,6 @@ class _Early:
 
 @dataclass(slots=True)
 class HoldTable(Generic[Parked]):
-    """All holds of one rank."""
-
     lease_seconds: float
     # In the order in which their leases run out: all leases are equally long, and a renewal moves a
     # hold to the end.
@@ -257,7 +253,6 @@ class HoldTable(Generic[Parked]):
         return None, self._unpark(hold_id)
 
     def unpark_all(self) -> list[Parked]:
-        """Remove and return all parked claims."""
         return [claim for hold_id in list(self._parked) for claim in self._unpark(hold_id)]
 
     def expire(self, now: float) -> tuple[list[Closed], list[Parked]]:

@@ -120,8 +120,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a load ended."""
-
     request_id: str
     error: str = ""  # a message; empty: the load is good
     bytes: int = 0
@@ -138,15 +136,10 @@ class Loaded:
 
 @dataclass(slots=True)
 class ConsumerStats:
-    """Loads of one rank since it started.
+    """Loads of one rank since it started."""
 
-    Most counts only rise. `abandoned_now` and `quarantined_blocks` should be zero: they count loads
-    that are over but cannot be reported, because their carrier has not confirmed the cancel and
-    bytes may still arrive, and the blocks that these loads keep.
-    """
-
-    abandoned_now: int = 0
-    quarantined_blocks: int = 0
+    abandoned_now: int = 0  # over, and not reported: bytes of theirs may still arrive
+    quarantined_blocks: int = 0  # that those keep
     bytes: int = 0  # of good loads, as are the descriptors
     descriptors: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
@@ -327,7 +320,6 @@ class HoldClient:
         return call, reply
 
     def claim(self, sources: Sequence[Source]) -> dict[Source, Claimed]:
-        """Claim the hold at these sources. Returns when all have answered."""
         ticket, patience = self.ticket, self.watch.left
         calls = {
             source: self.call(
@@ -359,7 +351,6 @@ class HoldClient:
     def say(
         self, sources: Sequence[Source], outcome: Outcome, deadline: float | None = None
     ) -> Calls:
-        """Send this rank's last word to these sources."""
         hold_id, reader = self.ticket.hold_id, self.peers.reader
         return {
             source: self.call(
@@ -391,7 +382,6 @@ class HoldClient:
 
 
 def _require(source: Source, reply: ReplyBody, kind: type[Answer], request: str) -> Answer:
-    """The answer, if it is of this kind."""
     if isinstance(reply, Refused):
         void = reply.reason in ("stale", "closed", "expired")
         error = StaleTicket if void else HandoverError

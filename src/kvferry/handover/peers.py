@@ -136,8 +136,6 @@ class PeerKey:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """An engine that was met, or is being met."""
-
     remote: Future[Remote] = field(default_factory=Future)
     users: int = 0  # loads that use it or wait for it
     used: float = field(default_factory=time.monotonic)  # when a load last left it
@@ -178,7 +176,6 @@ class Peers:
 
     @property
     def engines(self) -> dict[PeerKey, Known]:
-        """A copy of the table."""
         with self._lock:
             return dict(self._remotes)
 
@@ -315,7 +312,6 @@ class Peers:
         bases: list[int] = []
         if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
-            self.topology.require_as_described(name, layout)
             pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"

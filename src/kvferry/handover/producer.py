@@ -15,11 +15,6 @@ What happens when a request finishes prefill:
 4. The rank closes the hold when all readers have spoken, or when the lease has run out. Only then
    does the hold appear in `take_closed`. The engine reports it, and vLLM frees the blocks.
 
-An idle engine collects an expired hold without a request or a message: the server's thread sleeps
-until `next_deadline`, `tick` closes the hold and rings the wakeup. vLLM keeps taking empty steps
-while a finished request has its blocks (`Scheduler.has_finished_requests`); the next one calls
-`take_closed`.
-
 What happens when something fails:
 
     a decode engine dies in    no renewal and no last word comes; the hold closes as "expired", and
@@ -132,7 +127,7 @@ class ProducerRank(Server):
     # Called by the engine
 
     def open_hold(self, order: HoldOrder) -> None:
-        """Make a request's blocks claimable. Its last kernels must have finished writing."""
+        """Its last kernels must have finished writing."""
 
         def work() -> None:
             waited, closed = self._table.add(order, time.monotonic())

@@ -167,7 +167,6 @@ class Pusher:
         return True
 
     def _leave(self, push: _Push) -> None:
-        """Count a push as ended."""
         with self._lock:
             self._pushes.remove(push)
             self._pushes_bytes -= len(push.offer.tables)

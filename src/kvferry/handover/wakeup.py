@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two signals: the device has finished a step's kernels, and a rank has something to report.
 
-`WhenReady`. Kernels run after their launch has returned. So a step's orders (open this hold, begin
-this load) are valid only once the device has finished the kernels launched before them. A rank
-records an event with each step, and passes the step's orders on when the event has completed. With
-host memory this is at once. If the device fails first, the orders are passed on as failed, because
-no other part of the engine would report them.
+`WhenReady`. A step's orders (open this hold, begin this load) are valid only once the device has
+finished the kernels launched before them. If the device fails first, the orders are passed on as
+failed, because no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
-one are held. Thousands of empty steps would take processor time from the threads that end the wait.
-So a step that computes nothing waits a moment for its rank to have something to report.
+one are held. A step that computes nothing waits a moment for its rank to have something to report,
+and leaves the processors to the threads that end the wait.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ Action = Callable[[str], None]
 
 
 class DeviceEvent(Protocol):
-    """An event in a device's stream."""
-
     def record(self) -> Any: ...
 
     def synchronize(self) -> Any:
