@@ -9,14 +9,10 @@ asks the same address where that engine's directory is. `Bootstrap` is such a se
     POST /register  from data-parallel ranks that have no server of their own; its body is
                     authenticated by an HMAC in the header X-Kvferry-Mac
 
-Any process may connect: the HTTP server bounds the resources that a connection can take. Registered
-entries are bounded by the size that a client reads, and never replace the engine's own entry.
-
 In the style of NixlPushConnector's proxy, the request names the directory itself. `Rendezvous`
-asks either, on the decode engine.
-
-An answer is a hint and no secret: the server at the named directory must prove to know the secret
-before anything else is said, and a wrong incarnation makes every claim stale.
+asks either, on the decode engine. An answer is a hint and no secret: the server at the named
+directory must prove to know the secret before anything else is said, and a wrong incarnation makes
+every claim stale.
 """
 
 from __future__ import annotations
@@ -163,22 +159,18 @@ def derived_hold(incarnation: str, name: str) -> str:
 class Rendezvous:
     """Finds a producer that a request names without a ticket: both engines got it at once.
 
-    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
-    the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
-    incarnation. A thread asks. The scheduler looks for the answer whenever vLLM asks it about the
-    request, and never waits. An answer serves the requests of the next second; then it is asked for
-    anew, because the engine may have been reset or restarted. Clients name these addresses, and
-    some may be silent: `Meetings` bounds what they can hold up.
+    A thread asks; the scheduler looks for the answer whenever vLLM asks it about the request, and
+    never waits. An answer serves the requests of the next second; then it is asked for anew,
+    because the engine may have been reset or restarted. Clients name these addresses, and some may
+    be silent: `Meetings` bounds what they can hold up.
 
     An answer becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
-    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. Before a
-    load is ordered, `Renewer.arrived` tells that the prefill is done, aborted or not held.
+    producer's incarnation and the transfer id; the digest is of the consumer's own prompt.
     """
 
     def __init__(
         self, config: FerryConfig, sockets: Sockets, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """clock  for the age of answers"""
         self._clock = clock
         self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
@@ -325,7 +317,6 @@ class Bootstrap:
         self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
-        """The engine's own entry."""
         with self._lock:
             self._own.add(str(dp_rank))
             self._put(str(dp_rank), entry)
@@ -376,7 +367,6 @@ class Bootstrap:
 def register(
     server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
 ) -> None:
-    """Tell another engine's bootstrap of this one."""
     body = msgspec.json.encode({"dp_rank": dp_rank, **entry})
     mac = _mac(Key.of(secret).derive(PURPOSE), body)
     status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
@@ -385,7 +375,6 @@ def register(
 
 
 def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
-    """Ask a bootstrap where an engine is."""
     status, answer = _ask(server, "GET", "/query", seconds)
     try:
         entries = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
@@ -419,7 +408,6 @@ class Registration:
         self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
-        """The engine's own entry, which the server is to have from now on."""
         self._told = (dp_rank, entry)
         self._changed.set()
         if self._thread.ident is None:
@@ -516,7 +504,6 @@ def _ask(
 
 
 def _received(connection: socket.socket, deadline: float) -> bytes:
-    """All that a server sends until it closes."""
     received = bytearray()
     while len(received) <= MOST_BYTES:
         left = deadline - time.monotonic()

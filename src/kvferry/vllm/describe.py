@@ -55,8 +55,6 @@ LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One worker's cache."""
-
     model: CacheModel
     layout: RankLayout
     bases: tuple[int, ...]
@@ -64,7 +62,6 @@ class Described:
 
     @property
     def memory(self) -> list[MemoryRegion]:
-        """The cache's regions, at their addresses."""
         pairs = zip(self.bases, self.layout.regions, strict=True)
         return [MemoryRegion(base, region.bytes) for base, region in pairs]
 
@@ -571,7 +568,6 @@ class CacheRank:
 
 
 def replicas(parallel_config: Any) -> int:
-    """Workers that keep the same cache."""
     pcp, dcp = (
         parallel_config.prefill_context_parallel_size,
         parallel_config.decode_context_parallel_size,
