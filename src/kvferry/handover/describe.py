@@ -34,6 +34,10 @@ MOST_ROLES = 16
 MOST_DCP = 64
 MOST_INTERLEAVE = 1024
 MOST_BLOCK_TOKENS = 1 << 24  # a state's block may span the longest sequence of its engine
+# Steps of Python for one plan, less than a second. 8 to 64 ranks with ten groups need a hundredth
+# of this; 1,024 ranks with 60 groups of one layer need half.
+MOST_PLAN_STEPS = 10_000_000
+SHARE_STEPS = 100  # for the share of one rank in one stage
 
 
 def engine_info(
@@ -89,6 +93,32 @@ def read_shape(info: EngineInfo) -> EngineShape:
                 "planned in the time that a handshake may take"
             )
     return shape
+
+
+def plan_steps(model: CacheModel, src: EngineShape, dst: EngineShape) -> int:
+    """An estimate of the steps of `plan.assign`, which walks ranks at every cut, and stages."""
+    steps = 0
+    for group in model.groups:
+        layers, src_dcp, dst_dcp = len(group.layers), src.dcp_for(group), dst.dcp_for(group)
+        meeting = min(src.pp + dst.pp, layers)  # pairs of stages with common layers
+        for units in {(c.units, c.sharding): c.units for c in group.components}.values():
+            cuts = min(units, src.tp + dst.tp)
+            steps += cuts * src_dcp * (src.tp + dst_dcp * dst.tp)
+            steps += SHARE_STEPS * meeting * max(cuts, dst.tp) * src_dcp
+        steps += (src.pp + dst.pp) * (src.pp + dst.pp + layers)
+        steps += dst.pp * (16 * src.pp + layers) + src.pp * layers
+    return steps
+
+
+def require_plannable(model: CacheModel, src: EngineShape, dst: EngineShape) -> None:
+    """Refuse a pair of shapes whose plan would take seconds. One of them is a peer's."""
+    steps = plan_steps(model, src, dst)
+    if steps > MOST_PLAN_STEPS:
+        raise ProtocolError(
+            f"planning {len(model.groups)} groups from tp={src.tp} pp={src.pp} dcp={src.dcp} to "
+            f"tp={dst.tp} pp={dst.pp} dcp={dst.dcp} takes {steps} steps; at most {MOST_PLAN_STEPS} "
+            "fit into the time that a handshake may take"
+        )
 
 
 def rank_info(

@@ -46,6 +46,7 @@ from kvferry.handover.describe import (
     read_layout,
     read_model,
     read_shape,
+    require_plannable,
     require_same_meaning,
 )
 from kvferry.handover.ticket import Ticket, supersedes
@@ -273,6 +274,7 @@ class Peers:
         require_same_meaning(self.engine, welcome.engine)
         shape, model = read_shape(welcome.engine), read_model(welcome.engine)
         require_same_cache(model, topology.model, topology.optional_roles)
+        require_plannable(topology.model, shape, self.layout.shape)
         by_rank = {Rank(info.pp_rank, info.tp_rank): info for info in welcome.ranks}
         missing = sorted(set(shape.ranks) - set(by_rank))
         if missing:

@@ -42,6 +42,7 @@ from kvferry.handover.describe import (
     read_layout,
     read_model,
     read_shape,
+    require_plannable,
     require_same_meaning,
 )
 from kvferry.handover.ticket import supersedes
@@ -330,6 +331,7 @@ class Target:
                 theirs = msgspec.msgpack.decode(self.packed_engine, type=EngineInfo)
                 require_same_meaning(engine, theirs)
                 shape = read_shape(theirs)
+                require_plannable(model, layout.shape, shape)
                 pair = plan_pair(
                     model,
                     layout.shape,
