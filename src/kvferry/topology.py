@@ -2,8 +2,8 @@
 """What one rank knows of remote engines, and which of their ranks it must speak to.
 
 A consumer rank registers a remote engine at the handshake, one record for each pipeline stage. The
-handshake then asks which ranks to meet (`partners`), which of them to read from (`source_ranks`),
-and whether a rank's memory is what its engine said (`require_as_described`).
+handshake then asks which ranks to meet (`partners`), and which of them to read from
+(`source_ranks`).
 
 The registry's key is `(engine_id, pp_rank)`. Within one incarnation of a remote engine a record
 never changes: a different one is refused. A record of a new incarnation replaces all stages.
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from kvferry.errors import IncompatibleError, TopologyError, UnknownEngine
+from kvferry.errors import TopologyError, UnknownEngine
 from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
@@ -142,25 +142,6 @@ class TransferTopology:
             c.sharding == "replicated" for g in self._attention(info) for c in g.components
         )
 
-    # Memory
-
-    def require_as_described(self, remote_engine_id: str, layout: RankLayout) -> None:
-        """Refuse a remote rank whose memory is not what its engine said of this stage."""
-        info = self.get_engine_info(remote_engine_id, layout.rank.pp)
-        model = info.remote_model or self.model
-        for group in model.groups:
-            physical = info.physical_blocks_per_logical(group)
-            for part in layout.parts_of(group.name):
-                kernel, rest = divmod(part.block_entries, physical)
-                if rest or any(kernel % p.tile_slots for p in part.placements):
-                    raise IncompatibleError(
-                        f"rank {tuple(layout.rank)} of engine {remote_engine_id!r} should have "
-                        f"{physical} physical blocks in a block of group {group.name!r}, found "
-                        f"{part.block_entries} entries in tiles of "
-                        f"{sorted({p.tile_slots for p in part.placements})}; run the same kvferry "
-                        "version on both sides"
-                    )
-
     def describe(self, remote_engine_id: str, remote_pp_rank: int = 0) -> str:
         """One line for logs."""
         info = self.get_engine_info(remote_engine_id, remote_pp_rank)
@@ -254,13 +235,6 @@ class EngineTransferInfo:
     def stage(self) -> int:
         """The number of this stage in `shape`."""
         return self.remote_pp_rank if self.remote_shape else 0
-
-    def physical_blocks_per_logical(self, group: Group) -> int:
-        """Kernel blocks in one block of a group. Groups of one engine may differ."""
-        if self.remote_shape is None:
-            return 1 if group.is_state else self.remote_physical_blocks_per_logical
-        block, kernel = self.remote_shape.entries(group)
-        return block // kernel
 
     def describe(self) -> str:
         """One line for logs."""

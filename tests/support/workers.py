@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from types import SimpleNamespace as Fake
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.v1 import kv_cache_interface as kv
@@ -96,13 +97,10 @@ class Worker:
         self.rank = rank
 
     def describe(self, from_last_stage: Any = None) -> Described:
-        return describe_worker(
-            self.vllm_config,
-            self.kv_cache_config,
-            self.kv_caches,
-            self.rank,
-            from_last_stage=from_last_stage,
-        )
+        with patch("kvferry.vllm.describe.from_last_stage", from_last_stage):
+            return describe_worker(
+                self.vllm_config, self.kv_cache_config, self.kv_caches, self.rank
+            )
 
     def add_draft(
         self,

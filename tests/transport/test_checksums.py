@@ -55,7 +55,7 @@ def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
             assert loaded.ok
             assert sink.wrong_bytes(PROMPT) == 0
             assert not sink.ranks[0].busy
-            assert stats.bytes == stats.checked_bytes == loaded.bytes > 0
+            assert stats.bytes == loaded.bytes > 0
             assert set(stats.seconds) >= {"meet", "claim", "bind", "read", "check", "confirm"}
         else:
             assert loaded.kind == "ChecksumError" and loaded.error.startswith("rank ")

@@ -4,7 +4,6 @@ descriptors of a directory or a rank. Real sockets; memory is that of a process 
 from __future__ import annotations
 
 import contextlib
-import logging
 import resource
 import select
 import socket
@@ -12,17 +11,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from kvferry.handover.describe import engine_info
-from kvferry.handover.producer import Directory
-from kvferry.layout.hf import load_model
-from kvferry.layout.shape import EngineShape
 from kvferry.net.messages import VERSION, decode_reply
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import ConnectionLimit
@@ -163,74 +157,6 @@ def test_welcomes_that_nobody_reads_are_in_memory_once() -> None:
             what="hellos were not taken",
         )
         assert child.ask("resident_bytes") - before < MOST_GROWTH_BYTES
-
-
-@contextlib.contextmanager
-def directory() -> Iterator[tuple[Directory, dict[str, Any]]]:
-    """Of a model with a group for each of its 62 layers, as some of vLLM's are."""
-    model = load_model("gemma-3-27b")
-    groups = tuple(
-        replace(group, name=f"{group.name}-{layer}", layers=(layer,))
-        for group in model.groups
-        for layer in group.layers
-    )
-    shape = EngineShape(tp=4, pp=4)
-    engine = engine_info("p", "i", replace(model, groups=groups), shape, {"weights": "w1"})
-    sockets = Sockets(SECRET)
-    made = Directory(sockets, engine)
-    made.start()
-    try:
-        yield made, plain(engine)
-    finally:
-        made.close()
-        sockets.close()
-
-
-SLOW: list[dict[str, Any]] = [
-    {"tp": 1024, "pp": 1, "role_tp": [[f"r{n}", 1] for n in range(4000)]},
-    {"tp": 1024, "pp": 1, "dcp": 64},
-    {"tp": 1, "pp": 1024},
-    {"tp": 1024, "pp": 1, "dcp": 64, "interleave": 1021, "block_size": 1021},
-]
-
-
-def test_hellos_that_would_take_seconds_are_refused_before() -> None:
-    with directory() as (made, engine), peers(made.port, made.port) as (bad, good):
-        for number, shape in enumerate(SLOW):
-            slow = engine | {"engine_id": f"slow{number}", "shape": engine["shape"] | shape}
-            bad.send({"type": "hello", "version": VERSION, "engine": slow})
-        wait_until(lambda: made.counters["messages"] > 0, what="no hello was taken")
-        hello = {"type": "hello", "version": VERSION, "engine": engine}
-        assert type(good.ask(hello, ANSWER_SECONDS)).__name__ == "Welcome"
-        wait_until(
-            lambda: bad.drain() or bad.replies.total() == len(SLOW),
-            what="the others are not judged",
-        )
-
-
-def test_one_that_describes_itself_anew_all_the_time_holds_up_nobody() -> None:
-    with directory() as (made, engine), peers(made.port, made.port) as (bad, good):
-        shape = engine["shape"] | {"tp": 256, "pp": 4}
-        for number in range(60):
-            other = engine | {"engine_id": f"e{number}", "shape": shape}
-            bad.send({"type": "hello", "version": VERSION, "engine": other})
-        hello = {"type": "hello", "version": VERSION, "engine": engine}
-        assert type(good.ask(hello, ANSWER_SECONDS)).__name__ == "Welcome"
-        wait_until(lambda: bad.drain() or bad.replies["busy"] > 0, what="it was never told to wait")
-
-
-@pytest.mark.parametrize("chars", [4000, MIB - 20_000])
-def test_refused_engines_do_not_fill_the_log(chars: int, caplog: pytest.LogCaptureFixture) -> None:
-    count = 30 * MIB // chars if chars == 4000 else 30
-    count = min(count, 1000)
-    with caplog.at_level(logging.DEBUG, "kvferry"), directory() as (made, engine):
-        with peers(made.port) as (bad,):
-            for number in range(count):
-                other = engine | {"engine_id": f"e{number}", "meaning": {"weights": "x" * chars}}
-                bad.send({"type": "hello", "version": VERSION, "engine": other})
-                bad.drain()
-            wait_until(lambda: made.counters["messages"] >= count, what="hellos were not taken")
-        assert sum(len(record.getMessage()) for record in caplog.records) < 100_000
 
 
 class Strangers:

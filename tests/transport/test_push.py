@@ -21,7 +21,7 @@ from kvferry.demo.cache import CANARY
 from kvferry.errors import DeadlineExceeded, PeerLost
 from kvferry.handover import push
 from kvferry.handover.deadline import end_transfers
-from kvferry.handover.load import ConsumerTally, Loaded
+from kvferry.handover.load import Loaded
 from kvferry.handover.ticket import Ticket
 from kvferry.net.messages import Offer
 from kvferry.plan import Copies
@@ -249,19 +249,24 @@ class Stubborn:
 
 
 def test_a_load_that_cannot_be_ended_is_counted_until_it_is() -> None:
-    tally, confirmed = ConsumerTally(), threading.Event()
+    counted, confirmed = [], threading.Event()
+
+    @contextlib.contextmanager
+    def stuck() -> Iterator[None]:
+        counted.append("begun")
+        yield
+        counted.append("over")
+
     transfers = [Stubborn(confirmed), Stubborn(confirmed)]
-    ending = threading.Thread(target=end_transfers, args=(transfers, lambda: tally.abandoned(7)))
+    ending = threading.Thread(target=end_transfers, args=(transfers, stuck))
     ending.start()
     until = time.monotonic() + 10
-    while not tally.snapshot().abandoned_now:
+    while not counted:
         assert time.monotonic() < until
-    assert (tally.snapshot().abandoned_now, tally.snapshot().quarantined_blocks) == (1, 7)
-    assert ending.is_alive()
+    assert counted == ["begun"] and ending.is_alive()
     confirmed.set()
     ending.join(10)
-    assert not ending.is_alive()
-    assert (tally.snapshot().abandoned_now, tally.snapshot().quarantined_blocks) == (0, 0)
+    assert not ending.is_alive() and counted == ["begun", "over"]
 
 
 def test_how_a_transfer_that_was_cancelled_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from math import lcm
 
 import pytest
 
+from kvferry.handover.peers import PeerKey
 from p2p_peers import Prompt, Spec, consumer, producer
 
 # model, source, destination, carrier
@@ -101,15 +102,16 @@ class TestDataParallel:
         d = Spec("d", "tp=3,block=16", "window")
         prompts = [Prompt(1, 150), Prompt(2, 170, dst_first=30)]
         with producer(first) as a, producer(second) as b, consumer(d, first) as here:
+            tickets = [p.hold(prompt) for p, prompt in zip((a, b), prompts, strict=True)]
             started = [
-                here.start(p.hold(prompt), prompt)
-                for p, prompt in zip((a, b), prompts, strict=True)
+                here.start(ticket, prompt) for ticket, prompt in zip(tickets, prompts, strict=True)
             ]
             assert all(one.ok for loads in here.wait(*started) for one in loads)
             assert here.wrong_bytes(*prompts) == 0
+            names = [PeerKey.of(ticket).name for ticket in tickets]
             for rank in here.ranks:
-                assert rank.topology.get_engine_info("p_dp0").remote_tp_size == 2
-                assert "reads from tp ranks" in rank.topology.describe("p_dp1")
+                assert rank.topology.get_engine_info(names[0]).remote_tp_size == 2
+                assert "reads from tp ranks" in rank.topology.describe(names[1])
 
     def test_one_to_two(self) -> None:
         p = Spec("p", "tp=4,block=32", "mamba2")

@@ -6,11 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
-from kvferry.errors import IncompatibleError
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.peers import Known, PeerKey, Peers, Remote
@@ -31,7 +28,7 @@ def remote() -> Any:
 
 
 def known(value: Any) -> Known:
-    made = Known("p")
+    made = Known()
     made.remote.set_result(value)
     return made
 
@@ -43,7 +40,7 @@ def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
     met[KEY] = known(old)
     people.forget(old)
     assert KEY not in met
-    pending = Known("p")
+    pending = Known()
     met[KEY] = pending  # a third load is meeting it again
     people.forget(old)
     assert met[KEY] is pending
@@ -91,23 +88,17 @@ def shake_hands(shape: EngineShape, memory: EngineShape) -> tuple[Remote, Transf
         for layout in (RankLayout.build(MLA, memory, rank, 8) for rank in memory.ranks)
     ]
     welcome = Welcome(engine_info("p", "1", MLA, shape, {}), ranks)
-    return people.plan_with(welcome, KEY, time.monotonic() + 10, "p"), topology
+    return people.plan_with(welcome, KEY, time.monotonic() + 10), topology
 
 
 def test_the_handshake_meets_and_reads_as_the_topology_says() -> None:
     shape = EngineShape(tp=8, pp=2, block_size=64, kernel_block_size=16)
     remote, topology = shake_hands(shape, shape)
-    assert {s.rank: s.readers for s in remote.sources} == topology.partners("p")
+    assert {s.rank: s.readers for s in remote.sources} == topology.partners(KEY.name)
     for stage in range(2):
         met = [s for s in remote.sources if s.rank.pp == stage]
-        assert [s.rank.tp for s in met] == topology.target_remote_ranks("p", stage)
+        assert [s.rank.tp for s in met] == topology.target_remote_ranks(KEY.name, stage)
         read = [s.rank.tp for s in met if s.plan is not None]
-        assert read == topology.source_ranks("p", stage)
-    assert topology.replicates_kv_cache("p")
-    assert topology.get_engine_info("p").remote_physical_blocks_per_logical == 4
-
-
-def test_the_handshake_refuses_memory_that_is_not_as_described() -> None:
-    shape = EngineShape(tp=2, block_size=64, kernel_block_size=16)
-    with pytest.raises(IncompatibleError, match="4 physical blocks in a block of group 'latent'"):
-        shake_hands(shape, EngineShape(tp=2, block_size=64))
+        assert read == topology.source_ranks(KEY.name, stage)
+    assert topology.replicates_kv_cache(KEY.name)
+    assert topology.get_engine_info(KEY.name).remote_physical_blocks_per_logical == 4

@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from kvferry.handover.wakeup import WhenReady
-from no_threads import no_threads
 
 
 class Mark:
@@ -62,22 +61,3 @@ def test_a_device_that_cannot_even_be_marked() -> None:
     assert said == ["the device failed: CUDA error: unspecified launch failure"]
     WhenReady(gpu=False).mark()(said.append)
     assert said[1:] == [""]
-
-
-def test_without_a_thread_a_step_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark, said, over = Mark(), [], threading.Event()
-    mark.reached.set()
-    ready = WhenReady(gpu=True, record=lambda: mark)
-    with no_threads(monkeypatch, "kvferry-ready"):
-        ready.mark()(said.append)
-        assert said == [""]
-    ready.mark()(lambda why: over.set())
-    assert over.wait(10)
-    ready.close()
-    lost_mark = Mark("it fell off the bus")
-    lost_mark.reached.set()
-    lost = WhenReady(gpu=True, record=lambda: lost_mark)
-    with no_threads(monkeypatch, "kvferry-ready"):
-        lost.mark()(said.append)
-        lost.close()
-    assert said[1:] == ["the device failed: it fell off the bus"]

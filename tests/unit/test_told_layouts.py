@@ -18,7 +18,14 @@ from kvferry.errors import (
     KvferryError,
     ProtocolError,
 )
-from kvferry.handover.describe import engine_info, rank_info, read_layout, read_shape
+from kvferry.handover.describe import (
+    engine_info,
+    rank_info,
+    read_layout,
+    read_model,
+    read_shape,
+    require_plannable,
+)
 from kvferry.layout.hf import load_model
 from kvferry.net.messages import (
     Claimed,
@@ -298,4 +305,30 @@ def test_what_a_peer_tells_is_judged_quickly() -> None:
     many_layers = replace(layout.parts[0], layers=np.arange(30_000), placements=placements)
     with pytest.raises(DescriptionError, match="30000 in several"):
         replace(layout, parts=(many_layers, many_layers))
+    assert time.process_time() - begin < 1
+
+
+SLOW: list[dict[str, Any]] = [
+    {"tp": 1024, "pp": 1, "role_tp": [[f"r{n}", 1] for n in range(4000)]},
+    {"tp": 1024, "pp": 1, "dcp": 64},
+    {"tp": 1, "pp": 1024},
+    {"tp": 1024, "pp": 1, "dcp": 64, "interleave": 1021, "block_size": 1021},
+]
+
+
+@pytest.mark.parametrize("told", SLOW, ids=["roles", "dcp", "stages", "interleave"])
+def test_engines_that_would_take_seconds_to_plan_are_refused_before(told: dict[str, Any]) -> None:
+    """Of a model with a group for each of its 62 layers, as some of vLLM's are."""
+    model = load_model("gemma-3-27b")
+    groups = tuple(
+        replace(group, name=f"{group.name}-{layer}", layers=(layer,))
+        for group in model.groups
+        for layer in group.layers
+    )
+    many, ours = replace(model, groups=groups), EngineShape(tp=4, pp=4)
+    engine = engine_info("p", "i", many, ours, {})
+    engine = msgspec.structs.replace(engine, shape={**engine.shape, **told})
+    begin = time.process_time()
+    with pytest.raises(ProtocolError):
+        require_plannable(read_model(engine), read_shape(engine), ours)
     assert time.process_time() - begin < 1

@@ -227,16 +227,4 @@ class TestMemory:
         assert (told.start_layer, told.end_layer, told.stage) == (16, 32, 1)
         assert told.remote_block_len == 64 * 4 * 2 * 128 * 2  # tokens, heads, k and v, dim, bytes
         assert told.remote_physical_blocks_per_logical == 4
-        assert told.physical_blocks_per_logical(self.MODEL.groups[0]) == 4
         assert "layers 16..31" in told.describe() and "4 physical blocks" in told.describe()
-
-    def test_physical_blocks_that_are_not_there(self) -> None:
-        t = topology(0, EngineShape(), self.MODEL)
-        for stage in range(2):
-            layout = self.layout(self.SHAPE, stage)
-            told = EngineTransferInfo.of_stage(self.SHAPE, self.MODEL, layout, [0], "i")
-            t.register_remote_engine("prefill", told)
-            t.require_as_described("prefill", layout)
-        whole = self.layout(replace(self.SHAPE, kernel_block_size=0))
-        with pytest.raises(IncompatibleError, match=r"4 physical blocks .* tiles of \[64\]"):
-            t.require_as_described("prefill", whole)

@@ -35,8 +35,8 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters
+from kvferry.vllm.check import sections
 from kvferry.vllm.config import FerryConfig
-from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import _interior, cache_rank, replicas
 from kvferry.vllm.fingerprint import Prompts
 from kvferry.vllm.metadata import FerryReport
@@ -150,17 +150,14 @@ def test_unknown_backends_are_told_apart() -> None:
 
 
 def test_a_pool_section_that_is_off() -> None:
-    def sections(section: Any) -> Any:
-        extra = {"pool": section, "lease_seconds": 7}
-        return FerryConnector._sections(SimpleNamespace(kv_connector_extra_config=extra))
-
     for off in (False, None):
-        extra, pool = sections(off)
+        extra, pool = sections("ferry", {"pool": off, "lease_seconds": 7})
         assert pool is None
         assert FerryConfig.read(extra, "ferry", {}).lease_seconds == 7  # and refuses no key
-    assert [sections(on)[1] for on in (True, {}, {"size": 1})] == [{}, {}, {"size": 1}]
+    found = [sections("ferry", {"pool": on})[1] for on in (True, {}, {"size": 1})]
+    assert found == [{}, {}, {"size": 1}]
     with pytest.raises(DescriptionError, match="'yes'"):
-        sections("yes")
+        sections("ferry", {"pool": "yes"})
 
 
 def test_names() -> None:

@@ -4,12 +4,8 @@
 After the last byte and before the last word, the consumer rank asks each source rank for a digest
 of the runs that it read there, in the order of reading. Meanwhile it digests its own runs. If the
 digests differ, the load fails. This order is sound: while the hold is open, the source's bytes stay
-as they were read, and the answer to the last word proves that the hold was open.
-
-The runs travel as a table, with at most `MOST_RUNS` runs and the algorithm's `slice_bytes` per
-message. The source checks that its hold is open, that the table is well formed, and that every run
-lies in its registered memory. It digests on a separate thread (`Summing`), so that other messages
-do not wait.
+as they were read, and the answer to the last word proves that the hold was open. The source
+digests on a separate thread (`Summing`), so that other messages do not wait.
 
     xxh3     every rank has it. Runs are gathered into a buffer first, so that many short runs are
              as fast as one long run. Runs in GPU memory go through host memory
@@ -73,7 +69,6 @@ def common(memory: Memory, theirs: Sequence[str]) -> Algorithm:
 
 
 def named(name: str, memory: Memory) -> Algorithm:
-    """The algorithm that a peer asks for."""
     if name not in offered(memory):
         raise ProtocolError(
             f"this rank makes no {name!r} checksum; it makes {', '.join(offered(memory))}"
@@ -82,7 +77,6 @@ def named(name: str, memory: Memory) -> Algorithm:
 
 
 def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = XXH3) -> bytes:
-    """A digest of 128 bits over the bytes of all runs, in order."""
     if algorithm is MIX128:
         mixed = memory.mix(address, length) if is_mixing(memory) else None
         return (mixed or mix_on_host(memory, address, length)).digest(length)

@@ -8,20 +8,19 @@
     cancel    gives a load up; it still appears in `take_done`, as failed
     release   sends the last word about a ticket that needs no load
 
-A load appears in `take_done` only when no byte of it can arrive any more. The engine may reuse its
-blocks right after. If the producer dies or stalls, the load fails at its deadline at the latest.
-
-A client of the API may name any directory, also one that never answers. So separate threads do the
-handshakes (`peers.Meetings`), and a load takes a load thread only once its engine is met. The loads
-of one directory use at most half of the load threads, however long their claims are parked.
+A load appears in `take_done` only when no byte of it can arrive any more: the engine may reuse its
+blocks right after. A load takes a load thread only once its engine is met (`peers.Meetings`). The
+loads of one directory use at most half of these threads, however long their claims are parked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -34,7 +33,6 @@ from kvferry.handover.describe import rank_info
 from kvferry.handover.load import (
     WORD_SECONDS,
     ConsumerStats,
-    ConsumerTally,
     HoldClient,
     Introductions,
     Load,
@@ -86,7 +84,7 @@ class ConsumerRank:
         self._caller = Caller(sockets)
         self._threads = Threads("kvferry-load", LOAD_THREADS)
         self._meetings = Meetings("kvferry-meet")
-        self._tally = ConsumerTally()
+        self._stats = ConsumerStats()
         self.topology = TransferTopology(
             engine.engine_id, model, layout.shape, layout.rank, optional_roles
         )
@@ -103,7 +101,7 @@ class ConsumerRank:
             np.asarray(bases, dtype=np.int64),
             everything_plan(model, layout),
             zero,
-            self._tally,
+            self._abandoned,
             introductions,
             checked,
         )
@@ -114,7 +112,6 @@ class ConsumerRank:
     # Called by the engine
 
     def start(self, load: Load) -> None:
-        """Begin a load; returns at once."""
         watch = Deadline(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
@@ -128,7 +125,6 @@ class ConsumerRank:
         self._end(Loaded(load.request_id, why, kind=why.partition(":")[0]))
 
     def cancel(self, request_id: str) -> None:
-        """Give a load up. It is still reported, as failed."""
         with self._lock:
             if request_id in self._running:
                 self._running[request_id].give_up()
@@ -143,14 +139,12 @@ class ConsumerRank:
         self._once_met(ticket, watch, work, _not_released)
 
     def take_done(self) -> list[Loaded]:
-        """Loads that ended since the last call, each exactly once."""
         with self._lock:
             done, self._done = self._done, []
         return done
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way."""
         return bool(self._running)
 
     @property
@@ -161,11 +155,10 @@ class ConsumerRank:
         return [(s.carrier.name, s.why) for s in sources if s.carrier is not None]
 
     def stats(self) -> ConsumerStats:
-        """Counts of loads. Safe from any thread."""
-        return self._tally.snapshot()
+        with self._lock:
+            return replace(self._stats, seconds=dict(self._stats.seconds))
 
     def close(self) -> None:
-        """Give all loads up. Their threads end soon after."""
         with self._lock:
             for watch in self._running.values():
                 watch.give_up()
@@ -229,13 +222,30 @@ class ConsumerRank:
         self._end(result)
 
     def _end(self, result: Loaded) -> None:
-        self._tally.ended(result)
         with self._lock:
+            stats = self._stats
+            stats.bytes += result.bytes
+            stats.descriptors += result.descriptors
+            for step, spent in result.seconds.items():
+                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
             self._running.pop(result.request_id, None)
             self._done.append(result)
         self._wakeup.ring()
         if not result.ok:
             log.warning("request %s: not loaded: %s", result.request_id, result.error)
+
+    @contextlib.contextmanager
+    def _abandoned(self, blocks: int) -> Iterator[None]:
+        """Count a load that is over while it keeps its blocks."""
+        with self._lock:
+            self._stats.abandoned_now += 1
+            self._stats.quarantined_blocks += blocks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stats.abandoned_now -= 1
+                self._stats.quarantined_blocks -= blocks
 
     def _release(self, ticket: Ticket, outcome: Outcome, watch: Deadline, remote: Remote) -> None:
         client = HoldClient(self._peers, remote, ticket, watch)

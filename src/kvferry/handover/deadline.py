@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -112,12 +111,10 @@ def end_for_good(end: Callable[[], bool], stuck: Stuck) -> None:
     After the first failure, `stuck` is entered until the end; it counts the stuck load. This does
     not return earlier, because the engine must not reuse the memory before.
     """
-    with contextlib.ExitStack() as stack:
-        tries = 0
-        while not end():
-            tries += 1
-            if tries == 1:
-                stack.enter_context(stuck())
+    if not end():
+        with stuck():
+            while not end():
+                pass
 
 
 def end_transfers(transfers: Sequence[Transfer], stuck: Stuck) -> None:

@@ -204,14 +204,6 @@ def _made(kind: type[Thing], info: msgspec.Struct, **values: Any) -> Thing:
 
 
 def _layout(info: RankInfo, shape: EngineShape, rank: Rank) -> RankLayout:
-    for part in info.parts:
-        if not part.placements:
-            raise DescriptionError(f"group {part.group!r} places nothing")
-        for p in part.placements:
-            if not len(part.layers) == len(p.regions) == len(p.offsets) > 0:
-                raise DescriptionError(f"group {part.group!r} does not place each of its layers")
-            if min(p.regions) < 0 or max(p.regions) >= len(info.regions):
-                raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     parts = tuple(
         _made(
             Part,
@@ -242,6 +234,8 @@ def _require_inside(part: Part, p: Placement, regions: Sequence[Region]) -> None
 
     Only the first block is checked: the regions of a pool's objects have room for one object.
     """
+    if int(p.regions.min()) < 0 or int(p.regions.max()) >= len(regions):
+        raise DescriptionError(f"group {part.group!r} lies in a region that is not there")
     reach = part.page_bytes if part.is_opaque else p.span_bytes(part.block_entries)
     room = min(
         regions[region].bytes - offset

@@ -42,13 +42,13 @@ engine may reuse the blocks then.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.carriers.base import Memory, Transfer, is_granting
@@ -120,8 +120,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a load ended."""
-
     request_id: str
     error: str = ""  # a message; empty: the load is good
     bytes: int = 0
@@ -138,60 +136,17 @@ class Loaded:
 
 @dataclass(slots=True)
 class ConsumerStats:
-    """Loads of one rank since it started.
+    """Loads of one rank since it started."""
 
-    Most counts only rise. `abandoned_now` and `quarantined_blocks` should be zero: they count loads
-    that are over but cannot be reported, because their carrier has not confirmed the cancel and
-    bytes may still arrive, and the blocks that these loads keep.
-    """
-
-    abandoned_now: int = 0
-    quarantined_blocks: int = 0
-    revoked: int = 0  # grants closed before their source had answered
+    abandoned_now: int = 0  # over, and not reported: bytes of theirs may still arrive
+    quarantined_blocks: int = 0  # that those keep
     bytes: int = 0  # of good loads, as are the descriptors
     descriptors: int = 0
-    checked_bytes: int = 0  # compared by checksum
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
 
 
-class ConsumerTally:
-    """Keeps the `ConsumerStats` of one rank. Any method, from any thread."""
-
-    def __init__(self) -> None:
-        self._lock, self._stats = threading.Lock(), ConsumerStats()
-
-    def ended(self, loaded: Loaded) -> None:
-        with self._lock:
-            stats = self._stats
-            stats.bytes += loaded.bytes
-            stats.descriptors += loaded.descriptors
-            for step, spent in loaded.seconds.items():
-                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
-
-    def checked(self, count_bytes: int) -> None:
-        with self._lock:
-            self._stats.checked_bytes += count_bytes
-
-    def revoked(self) -> None:
-        with self._lock:
-            self._stats.revoked += 1
-
-    @contextlib.contextmanager
-    def abandoned(self, blocks: int) -> Iterator[None]:
-        """Count a load that is over while it keeps its blocks."""
-        with self._lock:
-            self._stats.abandoned_now += 1
-            self._stats.quarantined_blocks += blocks
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stats.abandoned_now -= 1
-                self._stats.quarantined_blocks -= blocks
-
-    def snapshot(self) -> ConsumerStats:
-        with self._lock:
-            return replace(self._stats, seconds=dict(self._stats.seconds))
+# Counts a load that is over, with so many blocks, while bytes of it may still arrive.
+Abandoned = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +157,7 @@ class Loading:
     bases: Ints  # addresses of this rank's regions
     everything: EdgePlan  # covers all bytes of this rank's blocks
     zero: Callable[[Ints, Ints], None]
-    tally: ConsumerTally
+    abandoned: Abandoned
     introductions: Introductions | None = None  # push mode
     checked: Memory | None = None  # this rank's memory, if digests are compared
 
@@ -230,7 +185,6 @@ class Loading:
             descriptors = sum(b.descriptors for b in bound.values())
             if self.checked is not None:
                 require_equal(client, bound, self.checked)
-                self.tally.checked(moved)
                 clock.stop("check")
             # A source that wrote has counted its own last word.
             words = client.ask_open(read) if load.keep_open else client.say(read, "done")
@@ -256,7 +210,7 @@ class Loading:
         self, introductions: Introductions, client: HoldClient, load: Load, clock: Clock
     ) -> Arrived:
         """Let sources write if they can be stopped. No source can write after this returns."""
-        offers = Offers(introductions, client, load, self.tally)
+        offers = Offers(introductions, client, load, self.abandoned)
         try:
             offers.open(self.bases)
             clock.stop("offer")
@@ -300,7 +254,7 @@ class Loading:
             clock.stop("read")
             return rest
         except BaseException as error:
-            end_transfers(transfers, lambda: self.tally.abandoned(load.blocks))
+            end_transfers(transfers, lambda: self.abandoned(load.blocks))
             if not isinstance(error, Cancelled):
                 self.peers.forget(client.remote)
             raise
@@ -366,7 +320,6 @@ class HoldClient:
         return call, reply
 
     def claim(self, sources: Sequence[Source]) -> dict[Source, Claimed]:
-        """Claim the hold at these sources. Returns when all have answered."""
         ticket, patience = self.ticket, self.watch.left
         calls = {
             source: self.call(
@@ -398,7 +351,6 @@ class HoldClient:
     def say(
         self, sources: Sequence[Source], outcome: Outcome, deadline: float | None = None
     ) -> Calls:
-        """Send this rank's last word to these sources."""
         hold_id, reader = self.ticket.hold_id, self.peers.reader
         return {
             source: self.call(
@@ -430,7 +382,6 @@ class HoldClient:
 
 
 def _require(source: Source, reply: ReplyBody, kind: type[Answer], request: str) -> Answer:
-    """The answer, if it is of this kind."""
     if isinstance(reply, Refused):
         void = reply.reason in ("stale", "closed", "expired")
         error = StaleTicket if void else HandoverError
@@ -505,10 +456,10 @@ class Offers:
     """
 
     def __init__(
-        self, introductions: Introductions, client: HoldClient, load: Load, tally: ConsumerTally
+        self, introductions: Introductions, client: HoldClient, load: Load, abandoned: Abandoned
     ) -> None:
         self._introductions, self._client, self._load = introductions, client, load
-        self._tally = tally
+        self._abandoned = abandoned
         self._offered: list[_Offered] = []
 
     def open(self, bases: Ints) -> None:
@@ -582,7 +533,6 @@ class Offers:
         """Revoke all grants. After this returns, no byte of these offers can arrive."""
         for one in self._offered:
             if one.open:
-                self._tally.revoked()
                 self._close(one)
 
     def _call(self, one: _Offered) -> None:
@@ -603,7 +553,7 @@ class Offers:
                 return False
             return True
 
-        end_for_good(end, lambda: self._tally.abandoned(self._load.blocks))
+        end_for_good(end, lambda: self._abandoned(self._load.blocks))
         one.open = False
         return came
 

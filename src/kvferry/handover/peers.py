@@ -21,7 +21,6 @@ directory's answer counts only for tickets that name this directory.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -64,7 +63,6 @@ from kvferry.net.messages import (
     ReplyBody,
     Welcome,
 )
-from kvferry.net.names import is_loopback
 from kvferry.net.rpc import Caller
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.edge import EdgePlan
@@ -78,9 +76,8 @@ MEET_SECONDS = 8.0  # for one handshake, if most threads are free; busy hosts to
 LEAST_SECONDS = 1.0  # for one handshake, if all threads are busy
 SILENT_SECONDS = 5.0  # a silent address is not asked again for this long
 THREADS = 64
-MOST_WAITING = 1024  # one host may use half: requests burst in right after its engine's start
+MOST_WAITING = 1024  # one address may use half: requests burst in right after its engine's start
 MOST_SILENT = 4096  # addresses remembered
-ASKED_AT_ONCE = 128  # addresses of one host that may be asked, even if the host's share is used up
 IDLE_SECONDS = 600.0  # an engine without loads is forgotten after this long
 ASK_AGAIN_SECONDS = 0.2  # if a directory does not know all its ranks yet
 STARTING = 4  # a directory whose engine is starting gets this many times the time limit
@@ -127,6 +124,12 @@ class PeerKey:
     def of(cls, ticket: Ticket) -> PeerKey:
         return cls(ticket.engine_id, ticket.incarnation, ticket.directory)
 
+    @property
+    def name(self) -> str:
+        """The engine's name in our topology. Engines of two directories may have the same id, and
+        our own engine may prefill what it decodes."""
+        return f"{self.engine_id} at {self.directory}, {self.incarnation}"
+
     def voids(self, other: PeerKey) -> bool:
         """Whether this incarnation shows that the other one has ended."""
         return self.engine_id == other.engine_id and supersedes(self.incarnation, other.incarnation)
@@ -134,9 +137,6 @@ class PeerKey:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """An engine that was met, or is being met."""
-
-    name: str  # in our topology
     remote: Future[Remote] = field(default_factory=Future)
     users: int = 0  # loads that use it or wait for it
     used: float = field(default_factory=time.monotonic)  # when a load last left it
@@ -177,7 +177,6 @@ class Peers:
 
     @property
     def engines(self) -> dict[PeerKey, Known]:
-        """A copy of the table."""
         with self._lock:
             return dict(self._remotes)
 
@@ -198,7 +197,7 @@ class Peers:
                 known = self._remotes.get(key)
                 mine = known is None
                 if known is None:
-                    known = self._remotes[key] = Known(self._free_name(key))
+                    known = self._remotes[key] = Known()
                 known.users += 1
             try:
                 if mine:
@@ -244,40 +243,22 @@ class Peers:
 
         Returns those without a load; the caller closes their connections, without the lock.
         """
-        dropped = [self._remotes.pop(key) for key in keys]
-        for known in dropped:
+        dropped = []
+        for key in keys:
+            known = self._remotes.pop(key)
             known.forgotten = True
-            if all(known.name != other.name for other in self._remotes.values()):
-                self.topology.unregister_remote_engine(known.name)
+            self.topology.unregister_remote_engine(key.name)
+            dropped.append(known)
         return [known for known in dropped if not known.users]
-
-    def _free_name(self, key: PeerKey) -> str:
-        """A name in our topology that no other known engine has. Call it with the lock held.
-
-        It is the engine's id, unless a sibling or an engine of another directory has that, or our
-        own engine: one engine may prefill and decode the same request.
-        """
-        taken = {
-            known.name
-            for other, known in self._remotes.items()
-            if not (key.voids(other) and known.remote.done())
-        }
-        ours = key.engine_id == self.topology.engine_id
-        name = plain = f"{key.engine_id} itself" if ours else key.engine_id
-        numbers = itertools.count(2)
-        while name in taken:
-            name = f"{plain} ({next(numbers)})"
-        return name
 
     def _make_known(self, known: Known, key: PeerKey, watch: Deadline, seconds: float) -> None:
         try:
             reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
             deadline = min(watch.deadline, time.monotonic() + seconds)
-            remote = self.plan_with(reply, key, deadline, known.name)
+            remote = self.plan_with(reply, key, deadline)
         except BaseException as error:
             with self._lock:
                 self._drop([key])  # the next load tries again
-                self.topology.unregister_remote_engine(known.name)
             known.remote.set_exception(error)
             raise
         with self._lock:  # a new incarnation voids the older ones
@@ -287,12 +268,9 @@ class Peers:
             old.disconnect()
         known.remote.set_result(remote)
 
-    def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float, name: str) -> Remote:
-        """Turn a directory's answer into plans and connections, or raise the reason against it.
-
-        `name` is the engine's name in this rank's topology.
-        """
-        welcome, topology = require_welcome(reply, key), self.topology
+    def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float) -> Remote:
+        """Turn a directory's answer into plans and connections, or raise the reason against it."""
+        welcome, topology, name = require_welcome(reply, key), self.topology, key.name
         require_same_meaning(self.engine, welcome.engine)
         shape, model = read_shape(welcome.engine), read_model(welcome.engine)
         require_same_cache(model, topology.model, topology.optional_roles)
@@ -336,7 +314,6 @@ class Peers:
         bases: list[int] = []
         if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
-            self.topology.require_as_described(name, layout)
             pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"
@@ -408,9 +385,8 @@ class Meetings:
     - The more threads are busy, the shorter is a question's time limit.
     - An address that was silent for a whole question is not asked again for a few seconds. Its
       waiting and new questions fail at once.
-    - An address or a host may queue a question only while it has fewer queued than are free, so
-      that it holds at most half of the queue. Further questions are refused at once. All loopback
-      addresses are one host.
+    - An address may queue a question only while it has fewer queued than are free, so that it
+      holds at most half of the queue. Further questions are refused at once.
     """
 
     def __init__(self, name: str, most_seconds: float | None = None) -> None:
@@ -418,8 +394,7 @@ class Meetings:
         self._threads = Threads(name, THREADS, per_lane=1)
         self._most_seconds = MEET_SECONDS if most_seconds is None else most_seconds
         self._lock = threading.Lock()
-        self._waiting: Counter[str] = Counter()  # questions by address, by host, and all ("")
-        self._addresses: Counter[str] = Counter()  # addresses with questions, by host
+        self._waiting: Counter[str] = Counter()  # questions, by address
         self._silent: dict[str, tuple[float, str]] = {}  # by address: until when, and why
 
     def submit(
@@ -430,36 +405,27 @@ class Meetings:
         Raises the error and calls neither if the question is refused at once.
         """
         self._require_answering(address)
-        host = address.rpartition(":")[0]
-        keys = (address, "this host" if is_loopback(host) else f"host {host}", "")
         with self._lock:
-            free = MOST_WAITING - self._waiting[""]
-            # A few silent addresses at a host do not prevent another one there from being asked.
-            first = not self._waiting[address] and self._addresses[keys[1]] < ASKED_AT_ONCE
-            if not free or (not first and max(map(self._waiting.__getitem__, keys[:2])) >= free):
+            waiting, mine = self._waiting.total(), self._waiting[address]
+            if mine >= MOST_WAITING - waiting:
                 raise HandoverError(
-                    f"{self._waiting['']} requests wait already to meet an engine, "
-                    f"{self._waiting[keys[1]]} of them at the host of {address}, which may be "
-                    "silent; no more are taken now"
+                    f"{waiting} requests wait already to meet an engine, {mine} of them at "
+                    f"{address}, which may be silent; no more are taken now"
                 )
-            self._addresses[keys[1]] += not self._waiting[address]
-            self._waiting.update(keys)
+            self._waiting[address] += 1
         try:
-            self._threads.submit(partial(self._run, keys, ask, fail), address)
+            self._threads.submit(partial(self._run, address, ask, fail), address)
         except BaseException:
-            self._leave(keys)
+            self._leave(address)
             raise
 
     def close(self) -> None:
         self._threads.close()
 
     def _run(
-        self,
-        keys: tuple[str, ...],
-        ask: Callable[[float], None],
-        fail: Callable[[KvferryError], None],
+        self, address: str, ask: Callable[[float], None], fail: Callable[[KvferryError], None]
     ) -> None:
-        address, begun, most = keys[0], time.monotonic(), self._most_seconds
+        begun, most = time.monotonic(), self._most_seconds
         seconds = max(min(LEAST_SECONDS, most), most * self._threads.free / THREADS)
         try:
             self._require_answering(address)
@@ -475,7 +441,7 @@ class Meetings:
             log.exception("%s could not be asked", address)
             fail(HandoverError(f"internal error: {error!r}"))
         finally:
-            self._leave(keys)
+            self._leave(address)
 
     def _require_answering(self, address: str) -> None:
         with self._lock:
@@ -486,12 +452,8 @@ class Meetings:
         if why:
             raise HandoverError(f"{address} is not asked again for some seconds: {why}")
 
-    def _leave(self, keys: tuple[str, ...]) -> None:
+    def _leave(self, address: str) -> None:
         with self._lock:
-            for key in keys:
-                self._waiting[key] -= 1
-                if not self._waiting[key]:
-                    del self._waiting[key]
-            self._addresses[keys[1]] -= keys[0] not in self._waiting
-            if not self._addresses[keys[1]]:
-                del self._addresses[keys[1]]
+            self._waiting[address] -= 1
+            if not self._waiting[address]:
+                del self._waiting[address]

@@ -15,11 +15,6 @@ What happens when a request finishes prefill:
 4. The rank closes the hold when all readers have spoken, or when the lease has run out. Only then
    does the hold appear in `take_closed`. The engine reports it, and vLLM frees the blocks.
 
-An idle engine collects an expired hold without a request or a message: the server's thread sleeps
-until `next_deadline`, `tick` closes the hold and rings the wakeup. vLLM keeps taking empty steps
-while a finished request has its blocks (`Scheduler.has_finished_requests`); the next one calls
-`take_closed`.
-
 What happens when something fails:
 
     a decode engine dies in    no renewal and no last word comes; the hold closes as "expired", and
@@ -34,11 +29,9 @@ What happens when something fails:
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
@@ -46,16 +39,9 @@ import msgspec
 from kvferry.carriers.base import Memory
 from kvferry.errors import KvferryError
 from kvferry.handover.checksum import Summing, decode_runs, digest, named
-from kvferry.handover.describe import (
-    read_model,
-    read_shape,
-    require_plannable,
-    require_same_meaning,
-)
 from kvferry.handover.holds import DEFAULT_LEASE_SECONDS, Closed, Hold, HoldOrder, HoldTable, Why
-from kvferry.handover.push import OPTIONAL_ROLES, CannotWrite, Pushed, Pusher
+from kvferry.handover.push import CannotWrite, Pushed, Pusher
 from kvferry.handover.wakeup import Wakeup
-from kvferry.layout.model import require_same_cache
 from kvferry.net.messages import (
     VERSION,
     Claim,
@@ -85,7 +71,6 @@ from kvferry.net.messages import (
 )
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import ENTRY_BYTES, Packed, Server, kept_bytes, pack
-from kvferry.plan.assign import assign
 
 MOST_PATIENCE_SECONDS = 600.0  # for parked claims and offers
 
@@ -142,7 +127,7 @@ class ProducerRank(Server):
     # Called by the engine
 
     def open_hold(self, order: HoldOrder) -> None:
-        """Make a request's blocks claimable. Its last kernels must have finished writing."""
+        """Its last kernels must have finished writing."""
 
         def work() -> None:
             waited, closed = self._table.add(order, time.monotonic())
@@ -242,7 +227,6 @@ class ProducerRank(Server):
             return refused
         if not hold.announce(claim.reader, claim.readers):
             return Refused("busy", "too many engines read this hold, or this rank's holds")
-        self.counters["claims"] += 1
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
         if hold.packed is None:  # all replies that wait for readers share this one copy
@@ -262,7 +246,6 @@ class ProducerRank(Server):
             sender=sender.identity,
         ):
             return Refused("busy", "too many claims wait for holds that have not arrived")
-        self.counters["parked"] += 1
         return None
 
     def _refuse(self, offer: Offer, hold: Hold) -> Refused | None:
@@ -306,7 +289,6 @@ class ProducerRank(Server):
             body = refuse_closed(why if isinstance(why, str) else None)
         else:
             body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
-            self.counters["bytes pushed"] += outcome.bytes
         self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
         return body
 
@@ -364,7 +346,6 @@ class ProducerRank(Server):
         hold = self._table.renew(hold_id, time.monotonic())
         if not isinstance(hold, Hold):  # another request may have overwritten the bytes
             reply = refuse_closed(hold)
-        self.counters["sums" if isinstance(reply, Summed) else "refused sums"] += 1
         self.reply(sender, request_id, reply)
 
     def tick(self, now: float) -> None:
@@ -403,18 +384,11 @@ class ProducerRank(Server):
         self._wakeup.ring()
 
 
-MOST_JUDGED = 256  # verdicts about consumers that the directory remembers
-# How long the directory's thread judges descriptions of one connection, per minute. One judgement
-# takes a few milliseconds. A peer that sends new descriptions all the time is told to ask later.
-JUDGING_SECONDS = 1.0
-JUDGING_PERIOD_SECONDS = 60.0
-
-
 class Directory(Server):
     """Tells consumers where the engine's ranks are. It runs in the scheduler's process.
 
     A consumer says `Hello` once per incarnation. The directory answers with all ranks, or refuses
-    with a reason: another version, another model, or bytes with another meaning. `kvferry doctor`
+    another version. The consumer compares model, meaning and shapes (`peers.py`). `kvferry doctor`
     sends a `Look`, which needs no description of an engine.
     """
 
@@ -430,9 +404,6 @@ class Directory(Server):
         self.engine = engine  # None until the engine is described; callers ask again
         self._ranks: list[RankInfo] = []
         self._welcome: Packed | None = None
-        self._judged: OrderedDict[bytes, Refused | None] = OrderedDict()
-        # By connection: the start of its minute, and the seconds spent on it since.
-        self._judging: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def set_engine(self, engine: EngineInfo, ranks: list[RankInfo]) -> None:
         """Set the engine's first description, or that of a new incarnation.
@@ -442,7 +413,6 @@ class Directory(Server):
 
         def work() -> None:
             self.engine, self._ranks, self._welcome = engine, list(ranks), None
-            self._judged.clear()
 
         self.submit(work)
 
@@ -451,12 +421,10 @@ class Directory(Server):
         if not isinstance(body, Hello | Look):
             return Refused("malformed", "this is the directory; it answers only a hello")
         refused = refuse_version(body.version)
-        if refused is None and self.engine is None:
-            refused = Refused("busy", "this engine has not described itself yet; ask again")
-        if refused is None and isinstance(body, Hello):
-            refused = self._verdict(sender, body.engine)
-        if refused is not None or self.engine is None:
+        if refused is not None:
             return refused
+        if self.engine is None:
+            return Refused("busy", "this engine has not described itself yet; ask again")
         if isinstance(body, Look):
             us = self.engine
             ranks = [SeenRank(r.pp_rank, r.tp_rank, r.address, r.carriers) for r in self._ranks]
@@ -464,41 +432,6 @@ class Directory(Server):
         if self._welcome is None:
             self._welcome = pack(Welcome(self.engine, self._ranks))
         return self._welcome
-
-    def _verdict(self, sender: bytes, consumer: EngineInfo) -> Refused | None:
-        """Judge a description once. All ranks of an engine send the same one."""
-        key = hashlib.sha256(msgspec.msgpack.encode(consumer)).digest()
-        if key not in self._judged:
-            begun = time.monotonic()
-            since, spent = self._judging.get(sender, (begun, 0.0))
-            if since + JUDGING_PERIOD_SECONDS <= begun:
-                since, spent = begun, 0.0
-            if spent > JUDGING_SECONDS:
-                return Refused("busy", "this peer describes itself too often; ask again later")
-            verdict = self._judged[key] = self._judge(consumer)
-            if verdict is not None:
-                name = f"{consumer.engine_id:.80}"
-                self.complain(name, "engine %r is refused: %.2000s", name, verdict.message)
-            self._judging[sender] = since, spent + time.monotonic() - begun
-            for memory in (self._judged, self._judging):
-                while len(memory) > MOST_JUDGED:
-                    memory.popitem(last=False)
-        self._judged.move_to_end(key)
-        return self._judged[key]
-
-    def _judge(self, consumer: EngineInfo) -> Refused | None:
-        """Refuse what the consumer would refuse too, so that both logs name the reason."""
-        assert self.engine is not None
-        try:
-            require_same_meaning(self.engine, consumer)
-            ours, theirs = read_model(self.engine), read_model(consumer)
-            require_same_cache(ours, theirs, OPTIONAL_ROLES)
-            shapes = read_shape(self.engine), read_shape(consumer)
-            require_plannable(ours, *shapes)
-            assign(ours, *shapes)
-        except KvferryError as error:
-            return refusal("model", error)
-        return None
 
 
 def refuse_version(version: int) -> Refused | None:

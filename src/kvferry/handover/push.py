@@ -23,7 +23,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +32,12 @@ import numpy as np
 
 from kvferry.carriers.base import Carrier, GrantingCarrier, Transfer, is_granting
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError
-from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
+from kvferry.handover.deadline import (
+    TRANSFER_LOOK_SECONDS,
+    Deadline,
+    await_transfer,
+    end_transfers,
+)
 from kvferry.handover.describe import (
     read_layout,
     read_model,
@@ -164,7 +168,6 @@ class Pusher:
         return True
 
     def _leave(self, push: _Push) -> None:
-        """Count a push as ended."""
         with self._lock:
             self._pushes.remove(push)
             self._pushes_bytes -= len(push.offer.tables)
@@ -283,10 +286,9 @@ class CannotWrite(HandoverError):
 class Target:
     """A consumer rank that this rank writes to. Any method, from any thread.
 
-    Its description stays encoded until it is needed. The push that needs a connection first makes
-    it; other pushes wait for that, and can be given up meanwhile. Connecting takes only part of an
-    offer's time: if a firewall drops packets, the consumer learns it while it can still read. For
-    some seconds after such a failure, other pushes fail at once.
+    Its description stays encoded until it is needed. One push at a time connects; others wait for
+    it. Connecting takes only part of an offer's time: if a firewall drops packets, the consumer
+    learns it while it can still read. For some seconds after such a failure, pushes fail at once.
 
     A target is dropped when its engine has restarted or this engine shuts down. If a push is
     connecting at that moment, that push closes the new connection.
@@ -297,8 +299,9 @@ class Target:
     used: float = field(default_factory=time.monotonic)  # when a push last began or ended
     _plan: tuple[EdgePlan, tuple[int, ...]] | None = None
     _planning: threading.Lock = field(default_factory=threading.Lock)
+    _connecting: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while waiting
-    _peers: dict[str, Future[Any]] = field(default_factory=dict)  # connections, by carrier
+    _peers: dict[str, Any] = field(default_factory=dict)  # connections, by carrier
     _failed: dict[str, tuple[float, str]] = field(default_factory=dict)  # by carrier: when, and why
     _dropped: bool = False
 
@@ -343,25 +346,25 @@ class Target:
 
     def peer(self, carrier: GrantingCarrier, watch: Deadline) -> Any:
         """The connection by this carrier. `CannotWrite` is raised while there is time to read."""
-        now = time.monotonic()
-        left = watch.deadline - now
+        left = watch.left
         wait = min(max(CONNECT_SECONDS, left / 4), left / 2, MOST_CONNECT_SECONDS)
-        patience = Deadline(now + wait, watch.given_up)
-        while True:
+        deadline = time.monotonic() + wait
+        while not self._connecting.acquire(timeout=TRANSFER_LOOK_SECONDS):
+            watch.require_wanted()
+            if time.monotonic() >= deadline:
+                raise CannotWrite(f"{carrier.name} has not reached the consumer yet")
+        try:
+            watch.require_wanted()
             with self._lock:
-                self._require_wanted(carrier.name)
-                made = self._peers.get(carrier.name)
-                mine = made is None
-                if made is None:
-                    made = self._peers[carrier.name] = Future()
-            if mine:
-                return self._connect(carrier, made, patience.deadline)
-            try:
-                return patience.result(made)
-            except CannotWrite:  # the other push may have had less time; try again
-                continue
-            except DeadlineExceeded:
-                raise CannotWrite(f"{carrier.name} has not reached the consumer yet") from None
+                self._require_not_dropped()
+                if carrier.name in self._peers:
+                    return self._peers[carrier.name]
+            when, why = self._failed.get(carrier.name, (0.0, ""))
+            if why and time.monotonic() < when + RETRY_SECONDS:
+                raise CannotWrite(why)
+            return self._connect(carrier, deadline)
+        finally:
+            self._connecting.release()
 
     def take_peers(self, *, drop: bool = False) -> list[tuple[str, Any]]:
         """Remove and return the connections, with their carriers' names; the caller closes them.
@@ -370,45 +373,30 @@ class Target:
         """
         with self._lock:
             self._dropped |= drop
-            made = [name for name, peer in self._peers.items() if peer.done()]
-            return [(name, self._peers.pop(name).result()) for name in made]
+            taken, self._peers = self._peers, {}
+        return list(taken.items())
 
-    def _require_wanted(self, carrier: str) -> None:
+    def _require_not_dropped(self) -> None:
         if self._dropped:
             raise Cancelled("the consumer restarted, or this engine is shutting down")
-        when, why = self._failed.get(carrier, (0.0, ""))
-        if why and time.monotonic() < when + RETRY_SECONDS:
-            raise CannotWrite(why)
 
-    def _connect(self, carrier: GrantingCarrier, made: Future[Any], deadline: float) -> Any:
-        begun = time.monotonic()
+    def _connect(self, carrier: GrantingCarrier, deadline: float) -> Any:
+        in_haste = deadline - time.monotonic() < CONNECT_SECONDS / 2
         try:
             endpoint = self.info.carriers.get(carrier.name)
             if endpoint is None:
                 raise HandoverError("it named no endpoint")
             peer = carrier.connect(endpoint, deadline)
-        except BaseException as raised:
-            error: BaseException = raised
-            if isinstance(raised, KvferryError):
-                error = CannotWrite(f"{carrier.name} does not reach the consumer: {raised}")
-            in_haste = (
-                isinstance(raised, DeadlineExceeded) and deadline - begun < CONNECT_SECONDS / 2
-            )
+        except KvferryError as error:
+            why = f"{carrier.name} does not reach the consumer: {error}"
+            if not (in_haste and isinstance(error, DeadlineExceeded)):
+                self._failed[carrier.name] = (time.monotonic(), why)
+            raise CannotWrite(why) from None
+        try:
             with self._lock:
-                del self._peers[carrier.name]
-                if isinstance(error, CannotWrite) and not in_haste:
-                    self._failed[carrier.name] = (time.monotonic(), str(error))
-            made.set_exception(error)
-            raise error from None
-        with self._lock:
-            dropped = self._dropped
-            if dropped:
-                del self._peers[carrier.name]
-            else:
-                made.set_result(peer)
-        if dropped:
-            error = Cancelled("the consumer restarted, or this engine is shutting down")
-            made.set_exception(error)
+                self._require_not_dropped()
+                self._peers[carrier.name] = peer
+        except Cancelled:
             carrier.disconnect(peer)
-            raise error
+            raise
         return peer

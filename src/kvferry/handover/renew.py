@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode engine's scheduler keeps holds open while its requests queue.
 
-The scheduler calls `watch` for a request with a ticket, and `drop` when the request's load has
-ended or the request is over. In between, the renewer's thread sends a `Renew` to every rank of the
-producer now and then. Long engine steps do not delay this thread. The first `Renew` comes soon, but
-a request that is loaded right away needs none, because its claim renews the lease. The renewer asks
-the producer's directory for its ranks once per incarnation.
+Between `watch` and `drop`, the renewer's thread sends a `Renew` to every rank of the producer now
+and then. Long engine steps do not delay this thread. A request that is loaded right away needs no
+`Renew`, because its claim renews the lease. The renewer asks the producer's directory for its ranks
+once per incarnation.
 
     watched --renewed at all ranks--> watched
     watched --closed at all ranks---> forgotten
@@ -21,10 +20,8 @@ scheduler when to reserve blocks: not before the prompt is computed.
     early --closed, engine restarted or silent--> gone
 
 The renewer never fails a load. A hold without renewals expires at the producer, and the load then
-fails there. When this engine dies, its renewals stop, and its holds expire.
-
-Each engine has its own times, and the thread waits for no answer. So a silent producer delays no
-other one. Directories that have not answered yet are asked a few at a time.
+fails there. The thread waits for no answer, so a silent producer delays no other one. Directories
+that have not answered yet are asked a few at a time.
 """
 
 from __future__ import annotations
@@ -62,16 +59,12 @@ FAILED_SECONDS = 1.0  # the same, after a question that was not answered
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """A rank's server."""
-
     address: str
     incarnation: str
 
 
 @dataclass(slots=True)
 class _Engine:
-    """A producer engine."""
-
     renew_at: float  # when its holds are next renewed
     holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
     early: set[str] = field(default_factory=set)  # holds that have not arrived

@@ -167,7 +167,6 @@ _CHILD = re.compile(r"^(?P<engine>.*)\.(?P<child>\d{1,2})(\.[0-9a-f]{8})?$")
 
 
 def child(engine: str, index: int) -> str:
-    """The incarnation of one connector among several in an engine."""
     return f"{engine}.{index}"
 
 

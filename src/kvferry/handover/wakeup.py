@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two signals: the device has finished a step's kernels, and a rank has something to report.
 
-`WhenReady`. Kernels run after their launch has returned. So a step's orders (open this hold, begin
-this load) are valid only once the device has finished the kernels launched before them. A rank
-records an event with each step, and passes the step's orders on when the event has completed. With
-host memory this is at once. If the device fails first, the orders are passed on as failed, because
-no other part of the engine would report them.
+`WhenReady`. A step's orders (open this hold, begin this load) are valid only once the device has
+finished the kernels launched before them. If the device fails first, the orders are passed on as
+failed, because no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
-one are held. Thousands of empty steps would take processor time from the threads that end the wait.
-So a step that computes nothing waits a moment for its rank to have something to report.
+one are held. A step that computes nothing waits a moment for its rank to have something to report,
+and leaves the processors to the threads that end the wait.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ Action = Callable[[str], None]
 
 
 class DeviceEvent(Protocol):
-    """An event in a device's stream."""
-
     def record(self) -> Any: ...
 
     def synchronize(self) -> Any:
@@ -53,7 +49,9 @@ class WhenReady:
     def __init__(self, gpu: bool, record: Callable[[], DeviceEvent] = _torch_event) -> None:
         self._gpu, self._record = gpu, record
         self._queue: queue.SimpleQueue[tuple[DeviceEvent, Action] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
+        if gpu:
+            self._thread.start()
 
     def mark(self) -> Callable[[Action], None]:
         """Record an event. The returned function calls an action once that event has completed."""
@@ -64,36 +62,25 @@ class WhenReady:
         except Exception as error:
             why = _why(error)
             return lambda action: action(why)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as error:  # waiting here keeps the order, too
-                log.warning("a step waits for the device, without a thread for it: %s", error)
-                return lambda action: _do(event, action)
-            self._thread = thread
         return lambda action: self._queue.put((event, action))
 
     def close(self) -> None:
         self._queue.put(None)
-        if self._thread is not None:
+        if self._gpu:
             self._thread.join(5.0)
 
     def _run(self) -> None:
         while (one := self._queue.get()) is not None:
-            _do(*one)
-
-
-def _do(event: DeviceEvent, action: Action) -> None:
-    why = ""
-    try:
-        event.synchronize()
-    except Exception as error:
-        why = _why(error)
-    try:
-        action(why)
-    except Exception:  # later orders must still be passed on
-        log.exception("an order of a step could not be passed on")
+            event, action = one
+            why = ""
+            try:
+                event.synchronize()
+            except Exception as error:
+                why = _why(error)
+            try:
+                action(why)
+            except Exception:  # later orders must still be passed on
+                log.exception("an order of a step could not be passed on")
 
 
 def _why(error: Exception) -> str:

@@ -23,7 +23,7 @@ from kvferry.plan.assign import Share
 from kvferry.plan.bind import bind
 from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
-from kvferry.plan.tokens import moved, paging_for, unloadable, unloadable_share
+from kvferry.plan.tokens import moved, paging_for, unloadable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,16 +144,9 @@ def report(
 
 
 def _computed(pair: PairPlan, tokens: int, skip: int) -> tuple[str, ...]:
-    """A note where requests are computed by the destination, because the source dropped blocks."""
-    share = unloadable_share(pair.model, pair.src, pair.dst)
-    if not share:
-        return ()
+    """A note if the destination computes the request, because the source dropped blocks."""
     why = unloadable(pair.model, pair.src, pair.dst, tokens, skip)
-    return (
-        f"of prompts longer than a window, {share:.0%} are not loaded but computed by the "
-        "destination, because the source drops blocks that the destination would fill whole; this "
-        + (f"one too: {why}" if why else "one is loaded"),
-    )
+    return (f"not loaded but computed by the destination: {why}",) if why else ()
 
 
 def synthetic_tables(

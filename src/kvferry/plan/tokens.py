@@ -21,8 +21,6 @@ from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.placement import Ints
 from kvferry.layout.shape import EngineShape, Span
 
-MOST_LENGTHS = 1 << 20  # of requests, that `unloadable_share` looks at
-
 
 @dataclass(frozen=True, slots=True)
 class Paging:
@@ -138,37 +136,14 @@ def unloadable(
     model: CacheModel, src: EngineShape, dst: EngineShape, tokens: int, skip: int
 ) -> str:
     """Why `moved` refuses such a request; empty where it does not."""
-    for group in _paged(model):
+    for group in model.groups:
+        if group.residency.kind not in ("window", "chunk"):
+            continue
         try:
             moved(group, src, dst, tokens, skip)
         except BindError as error:
             return str(error)
     return ""
-
-
-def unloadable_share(model: CacheModel, src: EngineShape, dst: EngineShape) -> float:
-    """The share of request lengths, beyond all windows, that `moved` refuses."""
-    groups = _paged(model)
-    steps = [g.residency.span for g in groups if g.residency.kind == "chunk"]
-    steps += [s.block_tokens(g) * s.dcp_for(g) for g in groups for s in (src, dst)]
-    longest = max((g.residency.span for g in groups), default=0)
-    lengths = longest + np.arange(min(lcm(*steps), MOST_LENGTHS), dtype=np.int64)
-    refused = np.zeros(len(lengths), dtype=bool)
-    for group in groups:
-        span = group.residency.span
-        window = group.residency.kind == "window"
-        needed = lengths - span + 1 if window else lengths // span * span
-        ends = []
-        for shape in (src, dst):
-            block = shape.block_tokens(group) * shape.dcp_for(group)
-            ends.append(needed * 0 if shape.full_residency else needed // block * block)
-        refused |= np.minimum(lengths, ends[0]) > ends[1]
-    return float(refused.mean())
-
-
-def _paged(model: CacheModel) -> list[Group]:
-    """The groups that drop blocks."""
-    return [g for g in model.groups if g.residency.kind in ("window", "chunk")]
 
 
 def _block_floor(group: Group, shape: EngineShape, token: int) -> int:

@@ -75,7 +75,7 @@ def require_settings(
 ) -> None:
     """Raise DescriptionError with all that is wrong with a connector's own keys.
 
-    This logs nothing: each process reads its settings again when it makes its connector.
+    It logs nothing: each process reads its settings again when it makes its connector.
     """
     with notes():
         found = _settings(Kind(style, pool_defaults), extra)

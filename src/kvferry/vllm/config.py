@@ -5,17 +5,14 @@
 
     port: Port = 0  # of the directory
 
-`good_keys` checks parsed JSON against these rules. A text never counts as a number or a flag:
-"false" would count as true, and "64" would end the first request instead of the start. null means
-that the key is not given. A value that breaks its rule is a `DescriptionError` with the key, the
-expected value and the found one. A field without a rule cannot be read. All mistakes of a
-configuration are named at once (`gathering`).
+`good_keys` checks parsed JSON against these rules. A text never counts as a number or a flag, and
+null means that the key is not given. All mistakes of a configuration are named at once
+(`gathering`).
 
 Keys of earlier versions (`REMOVED_KEYS`) are accepted. A log line says what became of each.
 
 The classes that stand in for vLLM's own connectors also take those connectors' keys and environment
-variables. Keys with a meaning here are translated, and keys without one are named once in the log.
-A key that would change results (to switch a handshake check off) is refused.
+variables. A key that would change results (to switch a handshake check off) is refused.
 """
 
 from __future__ import annotations
@@ -262,7 +259,6 @@ class Rule:
 
 
 def rules(kind: Any) -> dict[str, Rule]:
-    """The rules of a dataclass, by field."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for name in (f.name for f in fields(kind)):
@@ -329,7 +325,6 @@ def take_path(value: Any) -> str:
 
 
 def take_names(value: Any) -> tuple[str, ...]:
-    """A single text counts as a list of one."""
     texts = msgspec.convert(value, str | tuple[str, ...])
     return tuple(take_name(text) for text in ((texts,) if isinstance(texts, str) else texts))
 

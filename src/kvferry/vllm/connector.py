@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.utils.network_utils import get_ip
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
@@ -102,7 +103,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if schedules:
             self._prompts = Prompts.of(vllm_config)
             self._adapters = Adapters(adapter_settings(vllm_config))
-        handover, pool = self._sections(vllm_config.kv_transfer_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        handover, pool = sections(self.STYLE, extra or {})
         self._parent = None if schedules else multiconnector()
         fails = self._parent is not None and self._parent.kv_load_failure_policy == "fail"
         meant = pool is None and names_policy(sys.argv)
@@ -120,11 +122,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # it keeps blocks that a step in flight may still write.
             vllm_config.kv_transfer_config.kv_role = "kv_both"
 
-    @classmethod
-    def _sections(cls, transfer: Any) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The keys of the hand-over and those of the pool; None where there is no such half."""
-        return sections(cls.STYLE, transfer.kv_connector_extra_config or {})
-
     def _make_handover(self, extra: dict[str, Any], schedules: bool) -> None:
         vllm_config, cache, style = self._vllm_config, self._kv_cache_config, self.STYLE
         assert style is not None
@@ -133,7 +130,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = vllm_config.parallel_config.data_parallel_index
         config = FerryConfig.read(extra, style, rank=rank)
         if style != "ferry" and config.secret and config.host is None:
-            config = replace(config, host=own_address())  # where in-tree connectors listen too
+            config = replace(config, host=str(get_ip()))  # where in-tree connectors listen too
         cut = PrefillCut.of(vllm_config, cache)
         if schedules:
             wanted = config.load_failure_policy
@@ -369,7 +366,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.pool_worker.start(step.pool, idle=step.idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No layer is waited for."""
+        pass
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -383,7 +380,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.pool_worker.layer_computed(layer_name, step.pool.saves)
 
     def wait_for_save(self) -> None:
-        """Saves begin; no step waits for them."""
         if self.pool_worker is not None:
             self.pool_worker.save()
 
@@ -432,7 +428,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        handover, pool = cls._sections(vllm_config.kv_transfer_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        handover, pool = sections(cls.STYLE, extra or {})
         return FerryPromMetrics(
             vllm_config,
             metric_types,
@@ -499,10 +496,9 @@ def choose_policy(transfer: Any, wanted: str | None, arguments: Sequence[str]) -
     """Compute what cannot be loaded, unless the operator wants such requests to fail. Returns a
     line for the log where that was not the operator's choice.
 
-    vLLM's default is `fail`, and its configuration does not tell a default from a choice. So a
-    choice is what the process was started with, or our own key. vLLM's scheduler reads the policy
-    after it has made its connector, and no other process reads it. Under a MultiConnector,
-    `transfer` is a copy that vLLM does not read.
+    vLLM's configuration does not tell its default, `fail`, from a choice. So a choice is what the
+    process was started with, or our own key. vLLM's scheduler reads the policy after it has made
+    its connector. Under a MultiConnector, `transfer` is a copy that vLLM does not read.
     """
     if wanted is not None:
         transfer.kv_load_failure_policy = wanted
@@ -518,13 +514,6 @@ def choose_policy(transfer: Any, wanted: str | None, arguments: Sequence[str]) -
 
 def names_policy(arguments: Iterable[str]) -> bool:
     return any("load_failure_policy" in one.replace("-", "_") for one in arguments)
-
-
-def own_address() -> str:
-    """This host's address, as vLLM finds it (VLLM_HOST_IP wins)."""
-    from vllm.utils.network_utils import get_ip
-
-    return str(get_ip())
 
 
 class FerryScheduler:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -55,8 +55,6 @@ LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One worker's cache."""
-
     model: CacheModel
     layout: RankLayout
     bases: tuple[int, ...]
@@ -64,7 +62,6 @@ class Described:
 
     @property
     def memory(self) -> list[MemoryRegion]:
-        """The cache's regions, at their addresses."""
         pairs = zip(self.bases, self.layout.regions, strict=True)
         return [MemoryRegion(base, region.bytes) for base, region in pairs]
 
@@ -83,12 +80,10 @@ def describe_worker(
     rank: Rank,
     model_id: str = "",
     tp: int | None = None,
-    from_last_stage: Callable[[Any], Any] | None = None,
 ) -> Described:
     """Describe what this worker registered, or refuse it with the reason.
 
-    tp               ranks that the cache is cut over, where that is not vLLM's tensor parallel size
-    from_last_stage  gives all stages what the last one calls it with; None: by vLLM's own groups
+    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
     """
     target, drafts = split_layers(vllm_config, kv_cache_config, rank.pp)
     layers = vllm_config.compilation_config.static_forward_context
@@ -99,7 +94,7 @@ def describe_worker(
     }
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
-        drafts, draft_pages = (from_last_stage or _from_last_stage)((drafts, draft_pages))
+        drafts, draft_pages = from_last_stage((drafts, draft_pages))
         if rank.pp < stages - 1:  # where a layer of the target may have a draft's name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
@@ -164,8 +159,8 @@ def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
     return _Pages(_interior(layer), int(spec.block_size), slots)
 
 
-def _from_last_stage(told: Any) -> Any:
-    """Every worker calls it at the same point of the engine's start."""
+def from_last_stage(told: Any) -> Any:
+    """What the last stage calls it with. Every worker calls it at the same point of its start."""
     from vllm.distributed import get_pp_group
 
     group = get_pp_group()
@@ -573,7 +568,6 @@ class CacheRank:
 
 
 def replicas(parallel_config: Any) -> int:
-    """Workers that keep the same cache."""
     pcp, dcp = (
         parallel_config.prefill_context_parallel_size,
         parallel_config.decode_context_parallel_size,

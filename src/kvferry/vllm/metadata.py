@@ -27,8 +27,6 @@ ENDS = ("delivered", "withdrawn", "expired", "failed")  # of holds, from good to
 
 @dataclass
 class HandoverOrders:
-    """What workers are to do for the hand-over."""
-
     holds: list[HoldOrder] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
@@ -42,7 +40,6 @@ class HandoverOrders:
         return any(vars(self).values())
 
     def take(self) -> HandoverOrders:
-        """The orders since the last call."""
         taken = HandoverOrders(**vars(self))
         vars(self).update(vars(HandoverOrders()))
         return taken
@@ -50,8 +47,6 @@ class HandoverOrders:
 
 @dataclass
 class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders."""
-
     handover: HandoverOrders | None = None
     pool: PoolOrders | None = None
     idle: bool = False  # the step computes nothing

@@ -117,7 +117,6 @@ class InTreeMetric(NamedTuple):
     buckets: tuple[float, ...] = ()  # of a histogram, as vLLM has them; none: it is a counter
 
     def amounts(self, told: Any) -> list[tuple[tuple[str, ...], float]]:
-        """Its labels and amounts in a report."""
         if self.field:
             return [((one["name"], one["status"]), one.get(self.field, 1)) for one in told]
         if self.buckets:
@@ -192,7 +191,6 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         self.data.setdefault("levels", {})[reporter] = values
 
     def loaded(self, load: Loaded) -> None:
-        """How a load of one rank ended."""
         if not load.ok:
             self.count("load_failures", load.kind)
             return
@@ -217,7 +215,6 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
             self.data.setdefault("pool_operations", []).extend(operations)
 
     def take(self) -> FerryStats:
-        """What was gathered since the last call."""
         taken = FerryStats(self.data)
         self.reset()
         return taken
@@ -270,7 +267,6 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def levels(by_reporter: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """The sum over all reporters."""
     found: dict[str, int] = {}
     for told in by_reporter.values():
         for name, level in told.items():

@@ -5,7 +5,7 @@ MultiConnector rebuilds its children's statistics through vLLM's registry of con
 name. With the entry point, `kv_connector: FerryConnector` needs no module path either.
 
 vLLM loads plugins before it configures logging, in a server and in `LLM(...)`, and may configure it
-again later. So our logger looks for vLLM's handlers each time that it has a line, and not before.
+again later. So our logger becomes a child of vLLM's, and has no handlers of its own.
 
 vLLM makes connectors after it has loaded the weights. It asks its factory for the class much
 earlier, when it makes its configuration; there the plugin checks our settings (`check_early`).
@@ -59,20 +59,5 @@ def check_early(factory: Any) -> None:
 def log_with_vllm() -> None:
     """Log where vLLM logs and at vLLM's level, unless the application has configured our logger."""
     ours = logging.getLogger("kvferry")
-    if ours.handlers:
-        return
-    # The level comes from the parent. `logging` chooses the parent of a name without dots once.
-    ours.parent = logging.getLogger("vllm")
-    ours.propagate = False
-    ours.addHandler(VllmHandlers())
-
-
-class VllmHandlers(logging.Handler):
-    """Passes a line to the handlers of vLLM's logger; without any, to the root logger's.
-
-    An application may give our logger a handler later. That handler then has the line to itself.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger("kvferry").handlers == [self]:
-            logging.getLogger("vllm").callHandlers(record)
+    if not ours.handlers:
+        ours.parent = logging.getLogger("vllm")  # its handlers are looked up with every line

@@ -205,16 +205,12 @@ class Producing:
 
 @dataclass(slots=True)
 class _Named:
-    """The request that used a transfer's name first."""
-
     request_id: str
     held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """A prompt to hand over, as it came."""
-
     digest: str = ""  # of the whole prompt
     lora: Asked | None = None  # its adapter
     refusal: tuple[str, str] | None = None  # reason and message: it will not be held
@@ -247,8 +243,7 @@ class HandoverParts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCut:
-    """How far a prefill goes, and which blocks of it count. These are facts of one engine, the same
-    on prefill and decode engines where their models are.
+    """How far a prefill goes, and which blocks of it count.
 
     Recurrent states have no positions. A decode engine that gets the state after all of a prompt
     could not compute the prompt's last token (to sample from) without applying it twice. So the

@@ -247,7 +247,6 @@ def _log_load(loaded: Loaded) -> None:
 
 
 def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
-    """Whether the cache's tensors are a GPU's."""
     return gpu_of(kv_caches) is not None
 
 
