@@ -21,7 +21,6 @@ from test_embedded_troubles import (
     SUPPORT,
     Small,
     bytes_on_disk,
-    files_of,
     left_behind,
     soon,
 )
@@ -485,35 +484,6 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     walked(two)
     assert mine.exists() and not theirs.exists()
     two.store.close()
-    one.store.close()
-
-
-@pytest.mark.parametrize("how", ["another volume", "elsewhere"])
-def test_a_disk_that_is_another_for_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """A container that shares memory with the store's processes, but not their disk: under the same
-    path, or one of its own. It is refused, and takes nothing away."""
-    one, two, key = demoted(tmp_path)
-    two.store.close()
-    (tmp_path / "d").rename(tmp_path / "theirs")
-    (tmp_path / "s" / "disk").unlink()
-    (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
-    mine = tmp_path / ("d" if how == "another volume" else "mine")
-    mine.mkdir(mode=0o700)
-    monkeypatch.setattr(disk, "GOING_SECONDS", 0.1)
-    with pytest.raises(StoreError, match="have it open"):
-        EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
-    assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
-    if how == "another volume":
-        for file in mine.iterdir():
-            file.unlink()
-        mine.rmdir()
-    (tmp_path / "theirs").rename(tmp_path / "d")
-    assert one.get(key) is Outcome.DONE
-    again = Small(tmp_path, disk=64 << 20)
-    assert again.get(key) is Outcome.DONE and len(files_of(tmp_path)) > 0
-    again.store.close()
     one.store.close()
 
 

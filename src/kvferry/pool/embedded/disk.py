@@ -19,20 +19,13 @@ time. The index says whether files still get records (`files_due`). Where the pr
 with that dies, the next one to open the store begins again, and passes quickly over files that have
 their record by then.
 
-A directory belongs to one store. `DirectoryOwner` keeps a file in it locked, and writes the store's
-identity there: stores in containers with a /dev/shm of their own have one path and are two.
-Processes of one store share the lock. A process of another store is refused, because each store
-would remove the other's files as left behind, and both would fill the disk. Nor may processes of
-one store use two directories, which is what one path means in containers that share memory and not
-the disk: where others have the store open, the lock must be theirs. The kernel drops the lock with
-its last holder, so nothing is left to clean up.
+A directory must belong to one store: two stores would remove each other's files as left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -52,13 +45,12 @@ from kvferry.pool.embedded.arena import Image, begins_image, header_bytes, open_
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
-    Locked,
     Members,
     SharedIndex,
     hash_keys,
     words_of,
 )
-from kvferry.private_files import create_private, private_directory
+from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
@@ -343,14 +335,12 @@ def _batches(names: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bool) -> Path | None:
+def own_directory(directory: Path, disk: Path | None) -> Path:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
 
     A process that looked for the store's files elsewhere, or nowhere, would take all of them for
-    lost, and remove their records. Nor does it move while other processes have it open (`in_use`).
+    lost, and remove their records.
     """
-    if not has_disk:  # the store says its sizes, where they are not those that were asked for
-        return None
     link = directory / DISK_LINK
     if link.is_dir():
         there = link.resolve()
@@ -362,77 +352,13 @@ def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bo
                 disk or "none",
             )
         return there
-    if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
+    if disk is not None and disk.is_dir():  # it has moved: to there
         link.unlink(missing_ok=True)
         link.symlink_to(disk.absolute())
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
         f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now"
-        + (" when none of the processes that have it open now is left" if in_use else "")
-        + ", or remove the store while no engine uses it"
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
     )
-
-
-OWNER_FILE = ".kvferry-store"
-OWNER_SECONDS = 5.0  # another process has the file for itself only while it writes a line
-GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
-_PAUSE_S = 0.005
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-class DirectoryOwner(Locked):
-    """Holds a directory for one store until `close`."""
-
-    def __init__(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
-        """`others`: whether other processes have the store open, with its directory."""
-        private_directory(disk)
-        super().__init__(disk / OWNER_FILE)
-        try:
-            self._take(disk, store_id, store, others)
-        except (OSError, StoreError) as error:
-            if isinstance(error, StoreError) or error.errno not in _NO_LOCKS:
-                self.close()
-                raise
-            _log.warning(
-                "disk tier: the file system of %s has no locks (%s); see to it that no other store "
-                "uses this directory",
-                disk,
-                error,
-            )
-
-    def _take(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + OWNER_SECONDS
-        gone_by = time.monotonic() + GOING_SECONDS
-        while True:
-            if self._try(fcntl.LOCK_EX):  # no process has it
-                while others():
-                    if time.monotonic() > gone_by:
-                        raise StoreError(
-                            f"{disk} is not the disk tier of the store at {store} for the "
-                            "processes that have it open, but another directory under its path (in "
-                            f"another container?), or {OWNER_FILE} was removed from it; mount "
-                            "theirs, or end them"
-                        )
-                    time.sleep(_PAUSE_S)
-                os.pwrite(self._fd, line := f"{store_id} {store.absolute()}\n".encode(), 0)
-                os.ftruncate(self._fd, len(line))
-            # Not one step after the other kind: another store may have come between the two.
-            if self._try(fcntl.LOCK_SH):
-                line = os.pread(self._fd, 4096, 0)
-                found, _, where = line.decode(errors="replace").partition(" ")
-                if found == store_id:
-                    return
-                raise StoreError(
-                    f"another store that is in use (at {where.strip() or 'an unknown place'}, on "
-                    f"its host or in its container) keeps its files in {disk}; give each memory "
-                    f"directory a disk_path of its own (this one is {store}), or end the engines "
-                    "that use the other store"
-                )
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    f"{disk / OWNER_FILE} is locked by something else (`fuser` names it); end "
-                    "that, or name another disk_path"
-                )
-            time.sleep(_PAUSE_S)

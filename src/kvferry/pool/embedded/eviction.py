@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.embedded.disk import DISK_LINK, DirectoryOwner, DiskTier, own_directory
+from kvferry.pool.embedded.disk import DISK_LINK, DiskTier, own_directory
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
@@ -114,17 +114,16 @@ class Tiers:
     ) -> None:
         self.members = Members(directory / "members")
         undo.callback(self.members.close)
-        me, others = self.members.me, self.members.others
-        self.index = index = SharedIndex(directory / "index", wanted, others())
+        self.index = index = SharedIndex(directory / "index", wanted, self.members.others())
         undo.callback(index.close)
         self.policy = ConversationPolicy(index.history, index.learned)
         self.arena = Arena(directory / "arena", index)
         undo.callback(self.arena.close)
         if not index.created:
-            disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
+            disk = own_directory(directory, disk) if index.geometry.disk_bytes else None
         self.disk: DiskTier | None = None
         if disk is not None:
-            undo.callback(DirectoryOwner(disk, index.store_id, directory, others).close)
+            private_directory(disk)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()
@@ -136,9 +135,7 @@ class Tiers:
                 link.symlink_to(disk.absolute())
             index.publish()
         else:
-            self._undo({me})  # the last process that had this number
-        # before the directory's lock, because the next process waits for both
-        undo.callback(self.members.close)
+            self._undo({self.members.me})  # the last process that had this number
 
     def close(self) -> None:
         """After the last call."""

@@ -166,14 +166,14 @@ class _Word:
 class SharedIndex:
     """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
 
-    # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
-    # bar; counters follow from word 16 on. A process writes them with the store's lock, except for
+    # Words 0 to 3 are the magic number and the sizes, 12 and 13 the bar; counters follow from word
+    # 16 on. A process writes them with the store's lock, except for
     # some counters, which may miss a few.
     dirty = _Word(8)  # a process holds the lock, or died with it
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
     gaps_stale = _Word(11)  # extents were given up since the gaps were found
-    files_due = _Word(14, 0, ADOPT)  # 15 is of earlier versions
+    files_due = _Word(14, 0, ADOPT)  # 4, 5 and 15 are of earlier versions
 
     low: Words
     high: Words
@@ -263,14 +263,6 @@ class SharedIndex:
                 "else; name another directory, or remove it while no engine uses it"
             )
         return Geometry(slots, memory, disk)
-
-    @property
-    def store_id(self) -> str:
-        """This store's identity; made when it is first asked for, with the lock."""
-        words = self._header[4:6]
-        if not words.any():
-            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
-        return str(words.tobytes().hex())
 
     @property
     def bar(self) -> tuple[float, float]:
