@@ -55,7 +55,7 @@ from kvferry.pool.embedded.policy import (
     Tuning,
 )
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Ints, Outcome, Ranges
+from kvferry.pool.store import Ints, Outcome, Slices
 
 MakePolicy = Callable[[History, Floats], ConversationPolicy]
 
@@ -233,7 +233,7 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
     ):
         source = np.zeros(OBJECT_BYTES, dtype=np.uint8)
         store.register([MemoryRegion(source.ctypes.data, source.nbytes)])
-        one = Ranges(
+        one = Slices.whole(
             np.array([source.ctypes.data], dtype=np.int64),
             np.array([OBJECT_BYTES], dtype=np.int64),
         )

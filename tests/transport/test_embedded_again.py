@@ -33,7 +33,7 @@ from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from waiting import require_for, wait_until
 
 TESTS = str(Path(__file__).parent)
@@ -524,7 +524,7 @@ def test_a_request_that_is_told_of_after_its_objects_were_put(tmp_path: Path) ->
         made = EmbeddedStore(tmp_path / first, 16 << 20)
         data = np.ones(1000, dtype=np.uint8)
         made.register([MemoryRegion(data.ctypes.data, data.nbytes)])
-        ranges = Ranges(np.array([data.ctypes.data]), np.array([1000]))
+        ranges = Slices.whole(np.array([data.ctypes.data]), np.array([1000]))
         turns = []
         for turn in range(1, 4):
             keys = [f"talk/{n}" for n in range(8 * turn)]

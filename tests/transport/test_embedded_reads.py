@@ -17,7 +17,7 @@ import pytest
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena, store
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from pool_peers import ROOM, Peer
 from waiting import wait_until
 
@@ -35,7 +35,7 @@ def soon(seconds: float = 30.0) -> float:
 def peer(tmp_path: Path) -> Iterator[Peer]:
     made = Peer(tmp_path)
     made.memory[:WHOLE] = DATA
-    whole = Ranges(np.array([made.base]), np.array([WHOLE]))
+    whole = Slices.whole(np.array([made.base]), np.array([WHOLE]))
     assert made.store.put(["a"], [whole], soon()) == [Outcome.DONE]
     yield made
     made.close()
@@ -296,7 +296,7 @@ from pathlib import Path
 import numpy as np
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena, store
-from kvferry.pool.store import Ranges, Slices
+from kvferry.pool.store import Slices
 from pool_peers import ROOM, Peer
 store.CLOSE_SECONDS = {patience}
 peer, other = Peer(Path({place!r})), Peer(Path({place!r}))
@@ -309,11 +309,12 @@ def slowly(real):
         real(*args)
     return copy
 peer.memory[:] = 7
-print(peer.store.put(["old"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 5))
+print(peer.store.put(["old"], [Slices.whole(one * 0 + peer.base, one)], time.monotonic() + 5))
 store.copy_runs = slowly(store.copy_runs)
 arena.spread = slowly(arena.spread)
 def put():
-    told.extend(peer.store.put(["new"], [Ranges(one * 0 + peer.base, one)], time.monotonic() + 20))
+    one_more = [Slices.whole(one * 0 + peer.base, one)]
+    told.extend(peer.store.put(["new"], one_more, time.monotonic() + 20))
 def get():
     to = Slices(one * 0, one * 0 + peer.base + ROOM, one)
     told.extend(peer.store.get(["old"], [to], time.monotonic() + 20))

@@ -24,7 +24,7 @@ from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from pool_peers import in_pieces, tiers_of
 from waiting import wait_until
 
@@ -55,7 +55,7 @@ class Small:
         self.index = self.tiers.index
 
     def put(self, *keys: str, size: int = OBJECT, seconds: float = 20.0) -> list[Outcome]:
-        ranges: list[Ranges] = []
+        ranges: list[Slices] = []
         for at, key in enumerate(keys):
             self.memory[at * size : (at + 1) * size] = content(key, size)
             ranges.append(in_pieces(self.base + at * size, size, 3))

@@ -66,8 +66,6 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import (
-    AlikeRanges,
-    AlikeSlices,
     Fence,
     FencedStore,
     Outcome,
@@ -117,11 +115,6 @@ class RankScope:
         fragment = self.layout.owner[table, self.rank]
         return object_keys(self.metadata, self.layout.id, fragment, contents)
 
-    def objects(self, table: int, block_ids: Ints) -> AlikeRanges:
-        """Memory of this rank's blocks."""
-        template = self.memory[table]
-        return AlikeRanges(template.addresses(self.bases, block_ids), template.lengths)
-
     def own_blocks(self, segment: Segment, tables: Sequence[Ints]) -> WantedParts | None:
         """Whole blocks of a layout that is ours too, as this rank would save them. None: they must
         be planned."""
@@ -138,13 +131,11 @@ class RankScope:
             return None
         if self.null_block is not None and bool((ids == self.null_block).any()):
             return None
-        memory, numbers = self.memory[kind.table], range(first, last)
-        addresses = memory.addresses(self.bases, ids)
         return WantedParts(
             [self.layout.owner[kind.table, self.rank]] * len(ids),
-            list(numbers),
-            [number * span for number in numbers],
-            AlikeSlices(memory.starts, addresses, memory.lengths),
+            list(range(first, last)),
+            list(range(segment.start, segment.stop, span)),
+            self.memory[kind.table].blocks(self.bases, ids),
         )
 
 
@@ -352,7 +343,7 @@ class Saver:
         for start in range(0, len(new), self._most):
             some = new[start : start + self._most]
             names = [keys[i] for i in some.tolist()]
-            objects = scope.objects(blocks.table, ids[mine[some]])
+            objects = scope.memory[blocks.table].blocks(scope.bases, ids[mine[some]])
             if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:

@@ -46,7 +46,6 @@ from kvferry.pool.store import (
     Bools,
     Ints,
     Outcome,
-    Ranges,
     Slices,
     Store,
     batch_parts,
@@ -84,7 +83,7 @@ class StagedStore:
         self._registered.extend(regions)
         self._regions = RegionTable.of(self._registered)
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         sizes = _sizes(objects)
 
         def put_some(part: list[int]) -> list[Outcome]:
@@ -93,22 +92,22 @@ class StagedStore:
 
         return self._in_parts(sizes, self._inside(objects), put_some)
 
-    def _inside(self, parts: Sequence[Ranges] | Sequence[Slices]) -> list[Outcome]:
+    def _inside(self, parts: Sequence[Slices]) -> list[Outcome]:
         """FAILED for objects whose memory is not registered; DONE, so far, for others."""
         good = inside(self._regions, parts)
         return [Outcome.DONE if one else Outcome.FAILED for one in good]
 
     def _put_some(
-        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+        self, keys: Sequence[str], objects: Sequence[Slices], sizes: Ints, deadline: float
     ) -> list[Outcome]:
         total = int(sizes.sum())
         with self._buffer(total, deadline) as buffer:
             self._gather(objects, buffer[:total])
             begin = buffer.ctypes.data + np.cumsum(sizes) - sizes
-            ranges = [Ranges(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
+            ranges = [Slices.whole(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
             return self._store.put(keys, ranges, deadline)
 
-    def _gather(self, objects: Sequence[Ranges], into: Bytes) -> None:
+    def _gather(self, objects: Sequence[Slices], into: Bytes) -> None:
         self._memory.gather(
             np.concatenate([o.address for o in objects]),
             np.concatenate([o.length for o in objects]),
@@ -251,7 +250,7 @@ class CheckedStore(StagedStore):
     """A `Store` that stores objects with checksums, over one without."""
 
     def _put_some(
-        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+        self, keys: Sequence[str], objects: Sequence[Slices], sizes: Ints, deadline: float
     ) -> list[Outcome]:
         heads = HEADER_BYTES * len(keys)
         with self._buffer(heads + int(sizes.sum()), deadline) as buffer:
@@ -268,7 +267,7 @@ class CheckedStore(StagedStore):
                 place[:] = np.frombuffer(header, dtype=np.uint8)
                 where = [place.ctypes.data, bodies.ctypes.data + end - size]
                 ranges.append(
-                    Ranges(np.array(where), np.array([HEADER_BYTES, size], dtype=np.int64))
+                    Slices.whole(np.array(where), np.array([HEADER_BYTES, size], dtype=np.int64))
                 )
             return self._store.put(keys, ranges, deadline)
 
@@ -367,7 +366,7 @@ def _packed(wanted: Slices, begin: int) -> Slices:
     return Slices(offset, begin + np.cumsum(length) - length, length)
 
 
-def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
+def _sizes(parts: Sequence[Slices]) -> Ints:
     return np.array(sizes_of(parts), dtype=np.int64)
 
 

@@ -71,7 +71,6 @@ from kvferry.pool.store import (
     Bools,
     Ints,
     Outcome,
-    Ranges,
     Slices,
     batch_parts,
     inside,
@@ -227,7 +226,7 @@ class EmbeddedStore:
         return self._index.readable(self._index.find(*hash_keys(keys)))
 
     @_call
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
         for part in self.parts([int(ranges.length.sum()) for ranges in objects]):
@@ -280,7 +279,7 @@ class EmbeddedStore:
             return Outcome.FAILED
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
-        ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
+        ranges = Slices.whole(np.array([source.ctypes.data], dtype=np.int64), one)
         return self._put_part([key], [ranges], [True], deadline, goes_last=True)[0]
 
     @_call
@@ -538,7 +537,7 @@ class EmbeddedStore:
     def _put_part(
         self,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        objects: Sequence[Slices],
         good: Sequence[bool],
         deadline: float,
         *,
@@ -641,7 +640,7 @@ class EmbeddedStore:
                 wishes[at] = Wish(row, key_low, key_high, size, ix.WRITING)
         return wishes
 
-    def _write(self, wish: Wish, key: bytes, ranges: Ranges) -> None:
+    def _write(self, wish: Wish, key: bytes, ranges: Slices) -> None:
         """To the extent that was granted, whatever the record says by now."""
         arena, index, row, offset = self._tiers.arena, self._index, wish.row, wish.offset
         length = int(ranges.length.sum())
