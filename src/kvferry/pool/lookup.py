@@ -27,16 +27,14 @@ time, and the scheduler's thread takes those that are gone and tells the router 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -67,7 +65,7 @@ FRESH_SECONDS = 1.0
 # and the interpreter's lock is free. A long prompt takes longer to begin. Its last block is loaded
 # later still, and its saves begin after that.
 TELL_SECONDS, TELL_TOKEN_SECONDS = 0.005, 0.5e-6
-LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
+MOST_UNTOLD = 64  # then even if questions wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,12 +223,12 @@ class Lookups:
 
     def _run(self) -> None:
         try:
-            untold: list[tuple[float, int, LookupQuestion]] = []  # a heap: when to tell
-            numbers = itertools.count()
+            untold: deque[tuple[float, LookupQuestion]] = deque()  # when to tell the store of each
             while not self._closed:
                 now = time.monotonic()
-                if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
-                    self._tell(heappop(untold)[2])
+                due = bool(untold) and now >= untold[0][0] and self._queue.empty()
+                if due or len(untold) > MOST_UNTOLD:
+                    self._tell(untold.popleft()[1])
                 busy = self._at_once and now < self._asked_at + IDLE_SECONDS
                 if busy and now > self._registry.refreshed_at + TEND_SECONDS:
                     self._tend()
@@ -241,11 +239,9 @@ class Lookups:
                     asked = self._queue.get(timeout=seconds)
                 except Empty:
                     if untold:
-                        self._tell(heappop(untold)[2])
-                    else:
-                        self._tend()
-                    continue
-                if asked is None:  # a new namespace, or the end
+                        continue
+                    asked = None
+                if asked is None:  # nothing to do, a new namespace, or the end
                     if not self._closed:
                         self._tend()
                     continue
@@ -256,7 +252,7 @@ class Lookups:
                         asked.answer = answer
                     self._answered.set()
                 after = TELL_SECONDS + TELL_TOKEN_SECONDS * asked.count if self._at_once else 0.0
-                heappush(untold, (time.monotonic() + after, next(numbers), asked))
+                untold.append((time.monotonic() + after, asked))
         finally:
             self._busy_until = self._opening_since = None
             with self._using:

@@ -207,17 +207,6 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something is still to be written, with the lock."""
-        return bool(self._updates)
-
-    def settle(self, deadline: float) -> None:
-        """Write what waits for the lock, if anything does."""
-        if self._updates:
-            with self.locked(deadline):
-                pass
-
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
@@ -292,15 +281,6 @@ class Tiers:
         index.state[rows] = np.array([wish.state for wish in wishes], dtype=np.uint8)
         for wish, at in zip(wishes, offsets.tolist(), strict=True):
             wish.offset = at
-
-    def back(self, first: int, size: int) -> int:
-        """Have the system give memory to so many bytes of the arena, and map those from `first` on;
-        how many have memory now."""
-        size = min(size, self.arena.capacity)
-        if self.arena.back(first, size):
-            with self.locked(time.monotonic() + OPEN_SECONDS):
-                self.arena.take_backed(size)
-        return self.arena.backed()
 
     def _choose(self, wishes: list[Wish], *, in_a_row: bool) -> Ints:
         """The objects to evict for these wishes. Wishes that are worth less are declined, unless

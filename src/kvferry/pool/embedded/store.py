@@ -64,7 +64,7 @@ from kvferry.pool.embedded.arena import (
     seal_alike,
     serve,
 )
-from kvferry.pool.embedded.eviction import SHORT_WAIT_S, Tiers, Wish
+from kvferry.pool.embedded.eviction import OPEN_SECONDS, SHORT_WAIT_S, Tiers, Wish
 from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
 from kvferry.pool.store import (
     MOST_RECORD_BYTES,
@@ -91,6 +91,7 @@ PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects
 PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
 LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
+COUNTED = {"puts": Outcome.DONE, "full": Outcome.FULL, "declined": Outcome.DECLINED}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -135,9 +136,6 @@ def _call(
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
-            if self._tiers.waiting:
-                with contextlib.suppress(StoreError):  # a process has the lock: the next call tries
-                    self._tiers.settle(time.monotonic())
             return method(self, *args, **kwargs)
 
     return counted
@@ -225,12 +223,11 @@ class EmbeddedStore:
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
         return self._index.readable(self._index.find(*hash_keys(keys)))
 
-    @_call
     def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
         for part in self.parts([int(ranges.length.sum()) for ranges in objects]):
-            outcomes += self._put_part(keys[part], objects[part], good[part], deadline)
+            outcomes += self._put(keys[part], objects[part], good[part], deadline)
         return outcomes
 
     def parts(
@@ -270,7 +267,6 @@ class EmbeddedStore:
         index.count("misses", len(keys) - hits)
         return outcomes
 
-    @_call
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
         if len(value) > MOST_RECORD_BYTES:
             _log.warning(
@@ -280,7 +276,7 @@ class EmbeddedStore:
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
         ranges = Slices.whole(np.array([source.ctypes.data], dtype=np.int64), one)
-        return self._put_part([key], [ranges], [True], deadline, goes_last=True)[0]
+        return self._put([key], [ranges], [True], deadline, goes_last=True)[0]
 
     @_call
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
@@ -389,7 +385,8 @@ class EmbeddedStore:
             good += outcome is Outcome.DONE
             corrupt += outcome is Outcome.CORRUPT
         try:
-            self._tiers.settle(deadline)
+            with self._tiers.locked(deadline):  # which removes the damaged ones first
+                pass
         except StoreError as error:  # damaged objects are still there
             corrupt, unread, why = 0, unread + corrupt, why or str(error)
         return Verified(good, corrupt, unread, why)
@@ -416,7 +413,12 @@ class EmbeddedStore:
     def back_memory(self, first: int, size: int) -> int:
         """Have the system give memory to so many bytes of the arena, and map those from `first` on;
         how many have memory now."""
-        return self._tiers.back(first, size)
+        arena = self._tiers.arena
+        size = min(size, arena.capacity)
+        if arena.back(first, size):
+            with self._tiers.locked(time.monotonic() + OPEN_SECONDS):
+                arena.take_backed(size)
+        return arena.backed()
 
     @contextlib.contextmanager
     def lending(self, keys: Sequence[str]) -> Iterator[Lent]:
@@ -534,7 +536,7 @@ class EmbeddedStore:
 
     # Writing
 
-    def _put_part(
+    def _put(
         self,
         keys: Sequence[str],
         objects: Sequence[Slices],
@@ -545,7 +547,7 @@ class EmbeddedStore:
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others FAILED."""
         sizes = [int(ranges.length.sum()) for ranges in objects]
-        with self._granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
+        with self.granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
             for at, wish in granted.wishes.items():
                 if time.monotonic() <= deadline:
                     self._write(wish, keys[at].encode(), objects[at])
@@ -554,15 +556,6 @@ class EmbeddedStore:
 
     @contextlib.contextmanager
     def granting(
-        self, keys: Sequence[str], sizes: Sequence[int], good: Sequence[bool], deadline: float
-    ) -> Iterator[Granted]:
-        """Extents for new objects of these sizes, which the caller fills and publishes. Those that
-        it does not publish are given back."""
-        with self._calls, self._granting(keys, sizes, good, deadline) as granted:
-            yield granted
-
-    @contextlib.contextmanager
-    def _granting(
         self,
         keys: Sequence[str],
         sizes: Sequence[int],
@@ -571,24 +564,37 @@ class EmbeddedStore:
         *,
         goes_last: bool = False,
     ) -> Iterator[Granted]:
-        tiers, index = self._tiers, self._index
-        outcomes = [Outcome.FAILED] * len(keys)
-        granted = Granted(self._tiers, keys, outcomes)
-        try:
-            wishes = self._wishes(keys, sizes, good, outcomes, deadline)
-            rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
-            if goes_last:
-                tiers.policy.go_last(rows)
-            told = index.history.chain[rows] > 0
-            scores = np.where(told, tiers.policy.scores(rows, self._clock()), np.inf)
-            for wish, score in zip(wishes.values(), scores.tolist(), strict=True):
-                wish.score = score
-            if wishes:
-                tiers.reserve(list(wishes.values()), deadline)
-        except StoreError as error:
-            _log.warning("nothing was put: %s", error)
-            yield granted
-            return
+        """Extents for new objects of these sizes, which the caller fills and publishes. Those that
+        it does not publish are given back."""
+        with self._calls:
+            granted = Granted(self._tiers, keys, [Outcome.FAILED] * len(keys))
+            try:
+                self._grant(granted, sizes, good, deadline, goes_last)
+            except StoreError as error:
+                _log.warning("nothing was put: %s", error)
+            try:
+                yield granted
+            finally:
+                granted.give_back()
+
+    def _grant(
+        self,
+        granted: Granted,
+        sizes: Sequence[int],
+        good: Sequence[bool],
+        deadline: float,
+        goes_last: bool,
+    ) -> None:
+        tiers, index, keys, outcomes = self._tiers, self._index, granted.keys, granted.outcomes
+        wishes = self._wishes(keys, sizes, good, outcomes, deadline)
+        rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
+        if goes_last:
+            tiers.policy.go_last(rows)
+        told = index.history.chain[rows] > 0
+        scores = np.where(told, tiers.policy.scores(rows, self._clock()), np.inf)
+        for wish, score in zip(wishes.values(), scores.tolist(), strict=True):
+            wish.score = score
+        tiers.reserve(list(wishes.values()), deadline)
         for at, wish in wishes.items():
             if wish.offset >= 0:
                 granted.wishes[at] = wish
@@ -596,14 +602,6 @@ class EmbeddedStore:
             no = Outcome.DECLINED if wish.declined else Outcome.FULL
             taken = int(index.state[wish.row]) not in (ix.FREE, ix.GHOST)
             outcomes[at] = Outcome.EXISTS if taken and index.is_of(wish.row, keys[at]) else no
-        try:
-            yield granted
-        finally:
-            undone = [w for at, w in granted.wishes.items() if outcomes[at] is not Outcome.DONE]
-            tiers.abandon(undone)
-        index.count("puts", outcomes.count(Outcome.DONE))
-        index.count("full", outcomes.count(Outcome.FULL))
-        index.count("declined", outcomes.count(Outcome.DECLINED))
 
     def _wishes(
         self,
@@ -690,6 +688,13 @@ class Granted:
         index.state[rows] = ix.MEMORY
         for at in self.wishes:
             self.outcomes[at] = Outcome.DONE
+
+    def give_back(self) -> None:
+        """The extents of objects that were not published."""
+        undone = [w for at, w in self.wishes.items() if self.outcomes[at] is not Outcome.DONE]
+        self.tiers.abandon(undone)
+        for name, outcome in COUNTED.items():
+            self.tiers.index.count(name, self.outcomes.count(outcome))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
