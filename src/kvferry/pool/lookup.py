@@ -5,24 +5,16 @@ A thread with its own store (`kvferry-lookup`) turns tokens into content hashes,
 batched question about all fragments in all known layouts, and finds the hit. Any error of the store
 is a miss, and counted. Between questions, the thread keeps our own layout published, and checks
 whether blocks that routers know of still exist (`EvictionWatch`). Where the store's index is this
-host's memory, which nothing waits for (`at_once`), the scheduler's thread asks it by itself if the
-other thread does not: an answer takes less time than two threads need to take the interpreter's
-lock from each other.
+host's memory (`at_once`), the scheduler's thread asks it by itself if the other thread does not:
+that takes less time than two threads need to take the interpreter's lock from each other.
 
-The scheduler asks once per step. The first time, the question is passed on. The answer is `None`
-while the thread works, and a miss once the deadline has passed. A step that computes nothing may
-wait for an answer (`wait_answered`): otherwise the engine would take the interpreter's lock from
-the thread, again and again, to find that there is nothing to do.
+The scheduler asks once per step. The answer is `None` while the thread works, and a miss once the
+deadline has passed.
 
     the thread dies                     another one opens a store, and takes over what waits
     the thread is stuck in the store    lookups are misses at once, until it comes back
     past its deadline
-    the store is still being opened     the same, once that takes longer than a lookup may: opening
-                                        Mooncake's store can take a minute
-
-**Evictions.** A store evicts without a message. An engine that told a router about a block has to
-notice by itself that the block is gone. So the thread asks for these blocks in turn, some at a
-time, and the scheduler's thread takes those that are gone and tells the router once.
+    the store is still being opened     the same, once that takes longer than a lookup may
 """
 
 from __future__ import annotations

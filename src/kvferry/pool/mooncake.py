@@ -3,28 +3,18 @@
 
 A put hands the ranges of all objects to the client in one call. A get reads whole objects by one
 call as well; for parts it opens a session (one question to the master), reads ranges straight into
-their places, and ends it. Nothing is copied on our side. The client reconnects by itself when its
-master comes back; objects that the old master knew are misses then.
+their places, and ends it. The client reconnects by itself when its master comes back.
 
 The client's calls take no deadline and may block for seconds when the master is gone. Calls that
 move no blocks run in `LateCalls`. Calls that move blocks run on the caller's thread until they end,
 however long that takes: a late put would store another request's bytes under this request's key,
 and a late get would overwrite another request's cache.
 
-Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
-and an object is readable only after it was put whole.
-
 `MooncakeStoreConfig` comes from the JSON file that `MOONCAKE_CONFIG_PATH` names, or from
 `MOONCAKE_*` variables, which win over the file. A variable is the field in capitals
-(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set:
-`MOONCAKE_MASTER`, `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`.
-Sizes are written as 80GB, 512 MB or a number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes.
-A file that names no protocol means rdma, as it does to vLLM; variables alone mean tcp. null means
-that the key is not there, and unknown keys are named once in the log.
-
-Others must reach this process under the name that it gives itself: vLLM's
-MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from which
-this host reaches the master. A host's own name often means 127.0.1.1.
+(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set.
+As in Mooncake and vLLM, a GB is 2^30 bytes. A file that names no protocol means rdma, as it does to
+vLLM; variables alone mean tcp.
 """
 
 from __future__ import annotations

@@ -4,15 +4,12 @@
 `tell` gives it the scope (keys, our own layout, records of others). `save` and `load` start work.
 `take` returns what has ended. Every save and every load is reported exactly once.
 
-**Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. The scheduler
-keeps them pinned until every rank has reported the job. A rank reports a job only when the store no
-longer reads the blocks' memory. A step may still compute them: the thread waits for its end, or the
-device does, and the store prepares all of it meanwhile (`FencedStore`). A rank writes its own
-fragment of each block, unless a replica has the turn or the store has the object already. An object
-is stored whole or not at all. A block with a failed fragment is never found, because a lookup asks
-for all fragments. If the store is full, slow or broken, the thread leaves it alone for a while,
-twice as long each time. Jobs that come meanwhile are reported at once, with nothing saved, and
-counted.
+**Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. A rank reports a
+job only when the store no longer reads the blocks' memory, which stays pinned until then. A step
+may still compute them: the thread waits for its end, or the device does (`FencedStore`). A rank
+writes its own fragment of each block, unless a replica has the turn or the store has the object. If
+the store is full, slow or broken, the thread leaves it alone for a while, twice as long each time.
+Jobs that come meanwhile are reported at once, with nothing saved.
 
 **Loading** (`Loader`, several threads). A load is cut into chunks of tokens, and each chunk is read
 on its own. An object that is missing, short or damaged is reported with its first token, and no

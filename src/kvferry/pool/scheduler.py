@@ -4,24 +4,19 @@
 A request is tracked from its first lookup to its end, through chunked prefill, preemption and
 abort.
 
-- *match*: how many tokens beyond the local ones the pool has, in whole blocks. The last token is
-  among them only if the engine computes it again: one has to be computed. `None` while the lookup
-  is under way. 0 where computing is faster (`kvferry.pool.cost`), which is counted once the request
-  has blocks.
+- *match*: how many tokens beyond the local ones the pool has, in whole blocks. `None` while the
+  lookup is under way. 0 where computing is faster (`kvferry.pool.cost`).
 - *load*: ordered once the request has blocks. After a failed load, the request never matches again.
   A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
-  the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
+  the store may still write into its blocks: they stay pinned, in quarantine, until the last rank
   has ended it.
-- *save*: a block of tokens is ordered in the step that makes its last token final, or later where a
-  draft model's bytes depend on tokens after the block: once these are known. Only the engine
-  knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
-  rank has reported the job. Where too many would be pinned, only some are ordered, and the request
-  tries again in its next step, at last when it is over. What does not fit then is not saved.
-- *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
-  neither those of running requests, nor those that the engine keeps and hits again.
+- *save*: a block of tokens is ordered in the step that makes its last token final, or once the
+  tokens are known on which a draft model's bytes depend. Only the engine knows when a recurrent
+  state is whole, and names its block then. Blocks are pinned until every rank has reported the job.
+  Where too many would be pinned, the request tries again in its next step, at last when it is over.
+- *reset*: the weights have changed. Blocks computed before are never saved under the new namespace.
 
-The scheduler's thread calls all methods. They take plain values, and never wait for the store,
-except for `wait_for_lookup`.
+The scheduler's thread calls all methods. They never wait for the store, except `wait_for_lookup`.
 """
 
 from __future__ import annotations

@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores over another store: `StagedStore` for a cache on a device, `CheckedStore` for checksums.
 
-StagedStore moves a device's memory through buffers that the device reaches fast:
+StagedStore moves a device's memory through buffers of the host:
 
     put    the device gathers whole objects into a buffer; the store takes them from there
     get    the store fills a buffer with the wanted parts; the device scatters those that are DONE
 
-Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
-buffer to itself, from a few. A call that gets no buffer by its deadline fails, and nothing was
-moved. Only parts that the store calls DONE are ever written to the device. A store must be done
-with a buffer when its call ends, in any way: the embedded one and Mooncake's are.
-`close` closes the store first, which may give up waiting for calls. Buffers and the device's
-staging memory are freed after the last call that uses any of them.
+Each call has a buffer to itself, from a few; without one by its deadline it fails, and nothing was
+moved. A store must be done with a buffer when its call ends: the embedded one and Mooncake's are.
+Buffers and the device's staging memory are freed after the last call that uses any of them.
 
 CheckedStore adds checksums to a store that keeps none: each object lies behind a header that proves
 it.
 
     magic 8 `KVFSUM01`   length 8   xxh3 8, of the bytes   xxh3 8, of these 24   zeros up to 64
 
-A put gathers whole objects into a buffer, and stores them with their headers. A get reads the
-headers, then whole objects into a buffer, and brings the wanted parts of the right ones to their
-place. The others are CORRUPT: nothing of them is moved, and they are removed, because no engine
-saves an object that exists. The key seeds both checksums, so one key's bytes under another key are
-wrong, too. This has a price: ranges cannot be proven alone, so whole objects are read where a
-reader of another shape wants a part; and objects that a store moves without a copy (Mooncake) are
-copied and hashed by the host. Objects with headers and objects without are never in one namespace.
+A get reads the headers, then whole objects into a buffer, and brings the wanted parts of the right
+ones to their place. The others are CORRUPT: nothing of them is moved, and they are removed, because
+no engine saves an object that exists. The key seeds both checksums, so one key's bytes under
+another key are wrong, too. Objects with headers and objects without are never in one namespace.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory tier: one file in shared memory, mapped by every process, cut into extents.
 
-The records alone say which extents are taken. The gaps between them are kept beside, as a shared
-list that can be made again at any time (`find_gaps`), so no crash can lose memory or hand it out
-twice. An extent is contiguous, because a reader then needs one address. Where evictions leave no
-gap that is long enough, `cheapest_window` names neighbours whose loss costs least.
-
-The arena takes memory from the system in steps, before it is touched: a full /dev/shm is an error
-here, and not a bus error later. Offsets and lengths come from memory that other processes write.
-Each is checked against the length that this process has mapped, which was the file's own when it
-was opened.
+The records alone say which extents are taken. The gaps between them are a shared list that can be
+made again at any time (`find_gaps`), so no crash can lose memory or hand it out twice. The arena
+takes memory from the system in steps, before it is touched: a full /dev/shm is an error here, and
+not a bus error later. Offsets and lengths come from memory that other processes write, so each is
+checked against the length that this process has mapped.
 
 An object in the arena or on disk is an image: a header that proves itself, then the bytes.
 
@@ -23,11 +19,9 @@ An object in the arena or on disk is an image: a header that proves itself, then
     the key, and zeros up to a multiple of 64
 
 `serve` copies parts of an object to where a reader wants them, and checks the chunks that they lie
-in, without the rest. It hashes bytes right after it has copied them, while they are in the cache:
-that is faster than the other way round (84 % of memcpy against 72 %), because a copy reads memory
-better than a hash does. A chunk is checked once all wanted parts of it were copied, and not before.
-So the bytes that have landed are those that were written, or the outcome is CORRUPT and the caller
-does not use its destination.
+in: each once all its wanted parts were copied, while they are in the processor's cache. That is
+faster than the other way round (84 % of memcpy against 72 %). Bytes that have landed are those that
+were written, or the outcome is CORRUPT and the caller does not use its destination.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@
           their places; then this process compares the hashes with the headers, and looks whether
           the records are still the same
 
-The processor moves no byte of an object (`carriers/cuda/bus.py`). What cannot go this way goes
-through buffers, as a `StagedStore` does it: objects on disk, objects that went while they were
-read, objects whose length a device does not hash, and all of them where the bus fails. Damaged
-objects go that way too, which finds them damaged and removes them.
+What cannot go this way (`carriers/cuda/bus.py`) goes through buffers, as in a `StagedStore`:
+objects on disk, objects that went while they were read or are damaged, objects whose length a
+device does not hash, and all of them where the bus fails.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier: one file per object, named by its key's hash, the same image as in memory.
 
-A file appears under its name only when all its bytes are written (another name, then rename), and
-leaves by unlink. Nothing is synced: after a loss of power a file may be short or wrong, which its
-header, its size and its checksums show. The directory may hold other things. Only names that this
-module gives (32 hexadecimal digits in the folder of their first two, parts with two numbers) are
-looked at, and of those only a file that begins like an image, or is empty, is ever removed.
+A file appears under its name only when all its bytes are written (another name, then rename).
+Nothing is synced: after a loss of power a file may be short or wrong, which its header, its size
+and its checksums show. The directory may hold other things. Only names that this module gives (32
+hexadecimal digits in the folder of their first two, parts with two numbers) are looked at, and of
+those only a file that begins like an image, or is empty, is ever removed. Two stores must not share
+a directory: they would remove each other's files as left behind.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
-file without a record takes room that no process knows of. There are two reasons for one: the index
-is new (the host was restarted), and the files are those of the last one, which get records now; or
-a process was killed between a record's change and its file's removal, and they are removed.
+file without a record takes room that no process knows of. Either the index is new (the host was
+restarted), and the file gets a record now; or a process was killed between a record's change and
+its file's removal, and the file is removed.
 
-So every process that opens the store walks through the directory. That may take minutes, so a
-thread does it beside the store's work (one of its `Calls`). It reads without the lock, and holds
-the lock for one batch at a time, in which it looks at the records again. One process walks at a
-time. The index says whether files still get records (`files_due`). Where the process that began
-with that dies, the next one to open the store begins again, and passes quickly over files that have
-their record by then.
-
-A directory must belong to one store: two stores would remove each other's files as left behind.
+So every process that opens the store walks through the directory, on a thread, one process at a
+time. The walk reads without the lock, and holds it for one batch at a time. The index says whether
+files still get records (`files_due`). Where the process that began with that dies, another one
+begins again, and passes quickly over files that have their record by then.
 """
 
 from __future__ import annotations

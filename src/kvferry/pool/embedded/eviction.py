@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of one open store: which object gets an extent, and which objects make way for it.
 
-What goes first is decided by `policy.py`; this carries it out. An object comes in only in place of
+`policy.py` decides what goes first; this carries it out. An object comes in only in place of
 objects that the policy scores lower, else it is declined. With a disk tier it always comes in,
 because the objects that it displaces are not lost. Victims without a copy on disk are written there
 first, without the lock: they stay readable until the file is in place. Victims are chosen without
 the lock too, and looked at again with it.
-
-The first process to open a store decides its sizes, and gives records to the files that its disk
-tier still has (`disk`); others may open the store before that is done.
 
 A process can die at any point. The lock goes with it; `dirty` says that the process held it; states
 with an owner say what it was doing. `mend` undoes the work of dead owners, removes their files, and
 finds the gaps again, from the records.
 
 A living process may have to update the records (give extents back, remove a damaged object) while a
-stopped process holds the lock. No other process can do that for it. So the update is queued, and
-the next thread of this process that gets the lock writes it first.
+stopped process holds the lock. So the update is queued, and the next thread of this process that
+gets the lock writes it first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 """The index of the embedded store: one record per key, in memory that all processes share.
 
 A record lies in one of two buckets of `WAYS` slots that its key's hash names; nothing else points
-to it. So there is no table beside the records that a crash could leave behind: a lookup compares
-the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock.
-Slots without an object stay as ghosts, the history that eviction learns from, until needed.
+to it. So a crash leaves no table behind, and a batch of lookups is a handful of NumPy calls without
+a lock. Slots without an object stay as ghosts, the history that eviction learns from, until needed.
 
 `state` says what a record is. A process writes a record's fields before the state that makes them
 valid, and changes the state before it drops them. So a process that dies between any two stores
@@ -19,20 +18,13 @@ dead:
 
 `generation` changes when an extent is taken, and when it was given up. A reader that has copied and
 still finds the object in memory, at the same offset and in the same generation, knows that no
-process wrote there meanwhile: also where a process gave the extent up and died before it changed
-the generation.
+process wrote there meanwhile.
 
 Locks are the kernel's, which drops them with the process. `SharedLock` is held for the microseconds
 in which the index changes. A process that dies with it leaves `dirty` set, and the next holder
-mends the records. `Members` locks one byte per process that has the store open, as long as the
-process lives. So whether an owner is alive is a question to the kernel, not to process ids, which
-mean nothing across containers and come again. Both are locks of open file descriptions: two stores
-in one process do not undo each other's. A forked child would share them, and keep them when its
-parent is killed, so it closes them first. Every wait for a lock has a deadline.
-
-Bytes go to and from the mapping by address, so a call that outlives the mapping ends the process.
-`Calls` counts the calls under way; the store unmaps its files after the last one. Threads of the
-store count as calls.
+mends the records. `Members` locks one byte for each process that has the store open, so the kernel
+says whether an owner is alive; process ids mean nothing across containers. Both are locks of open
+file descriptions, which a forked child would keep when its parent is killed, so it closes them.
 """
 
 from __future__ import annotations

@@ -3,28 +3,17 @@
 
 There is no server. Every process maps the same two files, an index and an arena, and takes part:
 
-    put     claim a record and an extent (lock, microseconds; maybe an eviction), gather the bytes
-            into the extent and checksum them (no lock), set the record's state to MEMORY (one
-            store)
-    get     find the record (no lock), copy the wanted parts to their destination and check them,
-            and look whether the extent was given up meanwhile
-    access  tell the eviction policy about a request (lock, microseconds)
+    put     claim a record and an extent (with the lock), gather the bytes into the extent, checksum
+            them, and set the record's state to MEMORY
+    get     find the record, copy the wanted parts to their places and check them, and look whether
+            the extent was given up meanwhile; if so, look again, in the other tier too
+    access  tell the eviction policy about a request (with the lock)
 
-A put may end in an exception or at a deadline; it then gives back the extents that it did not fill.
-An object that another process is writing now EXISTS for a second writer.
-
-A get holds no lock. After a copy from memory, the record must still say memory, the same offset and
-the same generation; else the extent may have been another object's meanwhile, and the get looks
-again, in the other tier too. A file is read into memory of this process first, so bytes that were
-right there stay right. An object on disk is brought to memory on the way, if the lock is free now:
-a process that is stopped with the lock costs its neighbours nothing but that. An object that is not
-what was written is CORRUPT for its reader, removed, and counted.
-
-A process may die at any of these points. Objects that it wrote half were never readable; objects
-that it evicted half are whole in one tier; the kernel drops its locks.
-
-The parts: `index` (records, locks), `arena` (extents, images of objects), `disk` (files),
-`eviction` (the tiers together: opening, recovery, what makes way), `policy` (an object's worth).
+A get takes no lock. It brings an object on disk to memory on the way if the lock is free: a process
+that is stopped with the lock costs its neighbours nothing but that. An object that is not what was
+written is CORRUPT for its reader, removed, and counted. An object that another process is writing
+now EXISTS for a second writer. A process may die at any point: objects that it wrote half were
+never readable, objects that it evicted half are whole in one tier, and the kernel drops its locks.
 """
 
 from __future__ import annotations
