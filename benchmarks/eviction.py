@@ -226,9 +226,7 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
     with (
         scratch() as directory,
         closing(
-            EmbeddedStore(
-                directory, capacity * ALIGN, slots=1 << 18, threads=1, clock=lambda: now[0]
-            )
+            EmbeddedStore(directory, capacity * ALIGN, slots=1 << 18, clock=lambda: now[0])
         ) as store,
     ):
         source = np.zeros(OBJECT_BYTES, dtype=np.uint8)

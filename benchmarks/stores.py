@@ -86,7 +86,7 @@ def lookups(indexed: int) -> tuple[Lookup, list[Lookup]]:
         asked.append([keys[n] for n in old] + [f"{keys[n]}x" for n in old])
     with scratch() as directory:
         slots = 1 << (2 * indexed - 1).bit_length()
-        store = EmbeddedStore(directory, 1 << 20, slots=slots, threads=1)
+        store = EmbeddedStore(directory, 1 << 20, slots=slots)
         index = store._tiers.index
         for first in range(0, indexed, 50_000):  # records alone: a lookup touches nothing else
             low, high = ix.hash_keys(keys[first : first + 50_000])

@@ -73,7 +73,7 @@ class User:
         self.memory = np.zeros(CANARY + LONGEST + CANARY, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data) + CANARY
         self.store = EmbeddedStore(
-            place / "memory", MEMORY_BYTES, place / "disk", DISK_BYTES, slots=SLOTS, threads=1
+            place / "memory", MEMORY_BYTES, place / "disk", DISK_BYTES, slots=SLOTS
         )
         self.store.register([MemoryRegion(self.base, LONGEST)])
 

@@ -34,7 +34,7 @@ from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.pool.store import Outcome, Slices
-from waiting import require_for, wait_until
+from waiting import wait_until
 
 TESTS = str(Path(__file__).parent)
 
@@ -315,42 +315,6 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert one.index.files_due == 0
     again.store.close()
     one.store.close()
-
-
-def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
-    the memory is another request's."""
-    monkeypatch.setattr(store, "PARALLEL_BYTES", 0)
-    one = Small(tmp_path)
-    one.store.close()
-    many = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
-    many.register([MemoryRegion(one.base, one.memory.nbytes)])
-    keys = [f"k{n}" for n in range(6)]
-    for number, key in enumerate(keys):
-        assert many.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
-    start, calls = threading.Thread.start, iter(range(100))
-    real = store.serve
-
-    def second_fails(self: threading.Thread) -> None:
-        if self.name.startswith("kvferry-store") and next(calls) == 1:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    def slow(*args: Any) -> Outcome:
-        time.sleep(0.05)
-        return real(*args)
-
-    one.memory[:] = 0
-    size = np.array([1000])
-    slices = [Slices(size * 0, size * n + one.base, size) for n in range(6)]
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", second_fails)
-        patch.setattr(store, "serve", slow)
-        assert many.get(keys, slices, soon()) == [Outcome.DONE] * 6
-        assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
-        one.memory[:] = 0  # another request's now
-        require_for(0.5, lambda: not one.memory.any())
-    many.close()
 
 
 def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:

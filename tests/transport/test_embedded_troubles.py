@@ -46,7 +46,7 @@ class Small:
 
     def __init__(self, place: Path, disk: int = 0, slots: int = 1 << 10, name: str = "s") -> None:
         self.store = EmbeddedStore(
-            place / name, 1 << 20, place / "d" if disk else None, disk, slots=slots, threads=1
+            place / name, 1 << 20, place / "d" if disk else None, disk, slots=slots
         )
         self.memory = np.zeros(1 << 20, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.carriers.host import copy_runs, spread
-from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
+from kvferry.errors import NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
     ALIGN,
@@ -64,7 +64,6 @@ from kvferry.pool.store import (
     batch_parts,
     inside,
 )
-from kvferry.workers import Call, Threads
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
 PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
-PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
 LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
 COUNTED = {"puts": Outcome.DONE, "full": Outcome.FULL, "declined": Outcome.DECLINED}
@@ -141,7 +139,6 @@ class EmbeddedStore:
         disk_bytes: int = 0,
         *,
         slots: int | None = None,
-        threads: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open or create. The process that creates a store decides its sizes and the place of its
@@ -180,9 +177,6 @@ class EmbeddedStore:
         self._clock = clock
         self._regions = RegionTable.of([])
         self._registered: list[MemoryRegion] = []
-        # a quarter of the cores: the engine needs the others
-        self._parts = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
-        self._helpers = Threads("kvferry-store", self._parts - 1)
         self._promote_after = 0.0
         self._unpin: Callable[[], None] | None = None
 
@@ -232,24 +226,14 @@ class EmbeddedStore:
         rows = index.find(*hash_keys(keys))
         there = index.readable(rows)
         outcomes = [Outcome.MISSING] * len(keys)
-        numbers = rows.tolist()
-
-        def some_of(places: list[int]) -> None:
-            for at in places:
-                outcomes[at] = Outcome.FAILED
-                if not good[at] or self._calls.closing.is_set() or time.monotonic() > deadline:
-                    continue
-                try:
-                    outcomes[at] = self._read(keys[at], numbers[at], needs[at], deadline)
-                except Exception as error:  # the rest of the batch goes on
-                    _log.warning("%s could not be read: %s", keys[at], text_of(error))
-
-        places = np.flatnonzero(there).tolist()
-        total = sum(need.end - need.begin for need in needs)
-        if self._parts > 1 and total > PARALLEL_BYTES and len(places) > 1:
-            share(self._helpers, some_of, [places[i :: self._parts] for i in range(self._parts)])
-        else:
-            some_of(places)
+        for at in np.flatnonzero(there).tolist():
+            outcomes[at] = Outcome.FAILED
+            if not good[at] or self._calls.closing.is_set() or time.monotonic() > deadline:
+                continue
+            try:
+                outcomes[at] = self._read(keys[at], int(rows[at]), needs[at], deadline)
+            except Exception as error:  # the rest of the batch goes on
+                _log.warning("%s could not be read: %s", keys[at], text_of(error))
         self._tiers.policy.touch(rows[there], self._clock())
         hits = outcomes.count(Outcome.DONE)
         index.count("hits", hits)  # without the lock: may miss a few
@@ -301,7 +285,6 @@ class EmbeddedStore:
             )
 
     def _end(self) -> None:
-        self._helpers.close()
         if self._unpin is not None:
             self._unpin()
         self._tiers.close()
@@ -721,19 +704,3 @@ def _alike(length: Ints, name_bytes: Ints, which: Ints) -> Iterator[tuple[int, i
         same = (length[which] == size) & (name_bytes[which] == key_bytes)
         yield size, key_bytes, which[same]
         which = which[~same]
-
-
-def share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:
-    """Work on all parts, the first of them in this thread. When this ends, no thread works on them:
-    they write to memory that the caller then takes back."""
-    calls = [Call(functools.partial(work, part)) for part in parts]
-    for call in calls[1:]:
-        try:
-            helpers.submit(call)
-        except KvferryError as error:
-            _log.warning("objects are read by fewer threads: %s", error)
-            call()
-    calls[0]()
-    failed = [raised for call in calls if (raised := call.exception()) is not None]
-    if failed:
-        raise failed[0]
