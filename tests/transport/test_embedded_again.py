@@ -21,13 +21,12 @@ from test_embedded_troubles import (
     SUPPORT,
     Small,
     bytes_on_disk,
-    left_behind,
     soon,
 )
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import arena, disk, eviction, store
+from kvferry.pool.embedded import disk, eviction, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.embedded.disk import DiskTier
@@ -240,62 +239,6 @@ def test_closed_while_a_walk_hangs(
     assert watcher.put("a") == [Outcome.DONE]
     watcher.store.close()
     wait_until(no_threads)
-
-
-def test_a_walk_goes_on_when_the_lock_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
-    those that are left are not forgotten, though no process needs room."""
-    keys = left_behind(tmp_path)
-    monkeypatch.setattr(disk, "BATCH_FILES", 4)
-    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
-    header, go_on = DiskTier.header, threading.Semaphore(6)
-
-    def slow(self: DiskTier, name: str) -> arena.Image | None:
-        assert go_on.acquire(timeout=20)
-        return header(self, name)
-
-    monkeypatch.setattr(DiskTier, "header", slow)
-    one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
-    wait_until(lambda: one.store.counters()["objects"] == 4)
-    with stopped.tiers.lock.held(soon()), caplog.at_level(logging.INFO):
-        go_on.release(10 * len(keys))
-        wait_until(lambda: "tries again" in caplog.text)
-    wait_until(lambda: one.index.files_due == 0)
-    assert {stopped.get(key) for key in keys} == {Outcome.DONE}
-    stopped.store.close()
-    one.store.close()
-
-
-def test_a_walk_that_another_process_began_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that takes files in ends before it is done: one that waits goes on."""
-    keys = left_behind(tmp_path)
-    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.05)
-    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
-    header, first, go_on = DiskTier.header, [], threading.Event()
-
-    def slow(self: DiskTier, name: str) -> arena.Image | None:
-        first.append(self) if not first else None
-        assert self is not first[0] or go_on.wait(20)
-        return header(self, name)
-
-    monkeypatch.setattr(DiskTier, "header", slow)
-    one = Small(tmp_path, disk=64 << 20)
-    wait_until(lambda: first)
-    two = Small(tmp_path, disk=64 << 20)
-    assert two.index.files_due == disk.ADOPT and not two.tiers.disk.wait(0.2)
-    closing = threading.Thread(target=one.store.close)
-    closing.start()
-    wait_until(one.store._calls.closing.is_set)
-    go_on.set()
-    closing.join(20)
-    wait_until(lambda: two.index.files_due == 0)
-    assert {two.get(key) for key in keys} == {Outcome.DONE}
-    two.store.close()
 
 
 def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ its file's removal, and the file is removed.
 
 So every process that opens the store walks through the directory, on a thread, one process at a
 time. The walk reads without the lock, and holds it for one batch at a time. The index says whether
-files still get records (`files_due`). Where the process that began with that dies, another one
-begins again, and passes quickly over files that have their record by then.
+files still get records (`files_due`). Where the process that began with that ends, the next one to
+open the store begins again, and passes quickly over files that have their record by then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
-LOCK_SECONDS = 1.0  # for each try of a walk, so that `close` need not wait long
+LOCK_SECONDS = 10.0  # of a walk: a process holds the lock for microseconds, unless it is stopped
 HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
@@ -242,53 +241,35 @@ class DiskTier:
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
-        """Alone. While another process gives records to files, this one waits to go on with it."""
-        # A `StoreError` says that the store is closed.
-        with contextlib.suppress(StoreError), self._calls:
-            while not self._calls.closing.is_set():
-                with self._members.walking() as alone:
-                    if alone:
-                        self._walk_alone()
-                if alone or self._index.files_due != ADOPT:
-                    break
-                self._calls.closing.wait(LOCK_SECONDS)
+        """Unless another process walks. Where the lock is not free in time, or the store is closed,
+        the rest is left to the next process that opens the store."""
+        try:
+            with self._calls, self._members.walking() as alone:
+                if alone:
+                    self._walk_alone()
+        except StoreError as error:
+            _log.info("disk tier: the walk through its files ends early: %s", error)
 
     def _walk_alone(self) -> None:
-        if not self._patiently(self._clean_dead):
-            return
-        adopting = self._index.files_due == ADOPT
-        step = self._adopt if adopting else self._sweep
-        batches = _batches(self.names())
-        whole = all(self._patiently(partial(step, batch)) for batch in batches)
-        if whole and adopting:
-            self._patiently(self._adopted)
-
-    def _patiently(self, step: Callable[[float], bool]) -> bool:
-        """A step of a walk, once the lock is free for it; whether the walk goes on."""
-        while not self._calls.closing.is_set():
-            try:
-                return step(time.monotonic() + LOCK_SECONDS)
-            except StoreError as error:
-                _log.info("disk tier: the walk through its files tries again: %s", error)
-                self._calls.closing.wait(LOCK_SECONDS)
-        return False
-
-    def _clean_dead(self, deadline: float) -> bool:
-        with self._locked(deadline):  # no process becomes a member without it
+        with self._locked(_lock_deadline()):  # no process becomes a member without it
             self.clean(lambda member: not self._members.alive(member))
-        return True
+        adopting = self._index.files_due == ADOPT
+        for batch in _batches(self.names()):
+            if self._calls.closing.is_set():
+                return
+            if not adopting:
+                self._sweep(batch, _lock_deadline())
+            elif not self._adopt(batch, _lock_deadline()):
+                return
+        if adopting:
+            with self._locked(_lock_deadline()):
+                self._index.files_due = 0
 
-    def _adopted(self, deadline: float) -> bool:
-        with self._locked(deadline):
-            self._index.files_due = 0
-        return True
-
-    def _sweep(self, names: list[str], deadline: float) -> bool:
+    def _sweep(self, names: list[str], deadline: float) -> None:
         lost = [name for name in self._unrecorded(names) if self.is_ours(name)]
         if lost:
             with self._locked(deadline):
                 self.remove_unrecorded(lost)
-        return True
 
     def _adopt(self, names: list[str], deadline: float) -> bool:
         """Records for the whole files of this batch, up to the capacity; False if that is off."""
@@ -325,6 +306,10 @@ class DiskTier:
             index.state[taken] = ix.DISK
             self.remove_unrecorded(kept)
         return True
+
+
+def _lock_deadline() -> float:
+    return time.monotonic() + LOCK_SECONDS
 
 
 def _batches(names: Iterator[str]) -> Iterator[list[str]]:

@@ -145,9 +145,8 @@ class EmbeddedStore:
         disk tier; others take them as they are."""
         if platform.machine() not in ORDERED_MACHINES:
             raise StoreError(
-                f"the embedded store needs a processor that keeps the order of stores; expected "
-                f"{' or '.join(ORDERED_MACHINES)}, found {platform.machine()}; configure "
-                '"store": "mooncake"'
+                "the embedded store needs a processor that keeps the order of stores (x86-64), "
+                f'found {platform.machine()}; configure "store": "mooncake"'
             )
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
@@ -166,13 +165,11 @@ class EmbeddedStore:
         except (OSError, NotPrivate) as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         self._index = self._tiers.index
-        found = self._index.geometry
-        if (found.memory_bytes, found.disk_bytes) != (memory_bytes, disk_bytes):
+        if self._index.geometry != wanted:
             _log.warning(
-                "the store at %s was created with %d bytes of memory and %d of disk; that holds",
+                "the store at %s was created with %s; that holds",
                 self.directory,
-                found.memory_bytes,
-                found.disk_bytes,
+                self._index.geometry,
             )
         self._clock = clock
         self._regions = RegionTable.of([])
@@ -276,13 +273,8 @@ class EmbeddedStore:
         return self._tiers.give_up(rows[rows >= 0], deadline)
 
     def close(self) -> None:
-        left = self._calls.close(CLOSE_SECONDS, self._end)
-        if left:
-            _log.warning(
-                "the store at %s is closed while %d calls are under way; the last of them ends it",
-                self.directory,
-                left,
-            )
+        if left := self._calls.close(CLOSE_SECONDS, self._end):
+            _log.warning("%s is closed while %d calls are under way", self.directory, left)
 
     def _end(self) -> None:
         if self._unpin is not None:
