@@ -113,14 +113,10 @@ class PoolKey:
         """What the keys of all blocks of a fragment begin with."""
         return f"{key_metadata.root}/{layout_id}/{fragment.name}/"
 
-    @staticmethod
-    def build_key_string(prefix: str, chunk_hash: str) -> str:
-        return prefix + chunk_hash
-
     def to_string(self) -> str:
         """The key as stores know it."""
         prefix = self.build_prefix(self.key_metadata, self.layout_id, self.fragment)
-        return self.build_key_string(prefix, self.chunk_hash)
+        return prefix + self.chunk_hash
 
 
 def object_keys(
@@ -128,7 +124,7 @@ def object_keys(
 ) -> list[str]:
     """Keys of many blocks of one fragment: `PoolKey`s as text, of which only the ends differ."""
     prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
-    return [PoolKey.build_key_string(prefix, content) for content in contents]
+    return [prefix + content for content in contents]
 
 
 MARK = 0xFFFFFFFF  # no token has this id

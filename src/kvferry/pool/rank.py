@@ -199,8 +199,7 @@ class PoolRank:
         self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Leave the processor to loads and saves that are under way until one has ended, or so
-        long."""
+        """Leave the processor to loads and saves under way until one has ended, or so long."""
         if self._loader.running or self._saver.running:
             self._ended.wait(seconds)
 
@@ -270,7 +269,7 @@ class Saver:
         self._closed = True
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Stop. The store's current call gets this long to end."""
+        """The store's current call gets this long to end."""
         self.stop()
         self._threads.close()
         self._threads.join(seconds)
@@ -416,9 +415,8 @@ class Pace:
 
     @classmethod
     def of(cls, store: Store) -> Pace:
-        """A device that copies by itself needs few threads: they only take the interpreter's lock
-        from each other, and from the engine. Its store cuts loads and puts into parts that overlap.
-        """
+        """Threads of a device that copies by itself only take the interpreter's lock from each
+        other, and from the engine. Its store cuts loads and puts into parts that overlap."""
         if not isinstance(store, FencedStore):
             return cls()
         return cls(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
@@ -451,8 +449,8 @@ class Loader:
         self._ended = ended or threading.Event()
         self._store, self._counters, self._pace = store, counters, Pace.of(store)
         self._running: set[_Running] = set()
-        self._done: deque[PoolLoaded] = deque()
-        self._recovered: deque[str] = deque()
+        self._done: list[PoolLoaded] = []
+        self._recovered: list[str] = []
         self._changed = threading.Condition()
         self._closed = False
         self._crew = Threads("kvferry-load", self._pace.threads, most_stuck=MOST_LOST_THREADS)
@@ -490,15 +488,13 @@ class Loader:
                 self._report(replace(_failure(running.order, why), hung=True))
                 for chunk in running.chunks:  # other loads must not wait behind these
                     self._crew.give_up(chunk)
-            done = list(self._done)
-            self._done.clear()
+            done, self._done = self._done, []
             return done
 
     def take_recovered(self) -> list[str]:
         """Requests whose hung loads have ended after all. Their blocks may be reused."""
         with self._changed:
-            recovered = list(self._recovered)
-            self._recovered.clear()
+            recovered, self._recovered = self._recovered, []
             return recovered
 
     def stop(self) -> None:
@@ -644,7 +640,7 @@ def _wanted_keys(
                 prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
                 named[fragment] = prefix, contents[layout_id, fragment.table]
             prefix, digests = named[fragment]
-        keys.append(PoolKey.build_key_string(prefix, digests[block]))
+        keys.append(prefix + digests[block])
     return keys
 
 
