@@ -182,8 +182,7 @@ class Lookups:
             self._thread.join(CLOSE_SECONDS)
 
     def _keep_running(self) -> None:
-        """Start the thread, at first and where it died. If none can be started, questions wait for
-        the next try until their deadlines."""
+        """Start the thread, at first and where it died. If none can be started, questions wait."""
         if self._thread.is_alive() or self._closed:
             return
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
@@ -333,9 +332,8 @@ class Lookups:
         return answer
 
     def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
-        """Whether no layout has the first block of this sequence. Where a group keeps all tokens,
-        every hit needs it, unless the engine has it itself. So most new prompts cost one question,
-        however long they are."""
+        """Whether no layout has the first block of this sequence, which every hit needs where a
+        group keeps all tokens. So most new prompts cost one question, however long they are."""
         chain, layouts, keys = asked.chain, asked.registry.layouts, list[str]()
         full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
         if not full:
@@ -422,11 +420,8 @@ def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
 
 
 def _stale(asked: LookupQuestion, now: float) -> bool:
-    """Whether an answer is too old to promise anything.
-
-    An answer that the scheduler did not take in time is asked for once more. The second answer
-    counts however slow the scheduler's steps are, or a request could wait for ever.
-    """
+    """Whether an answer is too old to promise anything. The second answer to a question counts
+    however slow the scheduler's steps are, or a request could wait for ever."""
     if asked.answer is None or asked.answer.failed:
         return False
     if asked.given_at is None:

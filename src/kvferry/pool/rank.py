@@ -347,9 +347,9 @@ class Saver:
                 put = StoreOperation("save_put", len(names), asked_bytes)
                 with self._counters.operation(put):
                     if self._fenced is not None and fence is not None:
-                        over, begun = fence.waited, time.monotonic() - fence.began
+                        before = fence.waited
                         outcomes = self._fenced.put_after(names, objects, deadline, fence)
-                        put.waited = 0.0 if over else max(0.0, fence.waited - begun)
+                        put.waited = fence.waited - before
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
@@ -375,11 +375,10 @@ class Saver:
 
 
 class _TimedFence:
-    """A fence that knows for how long its job had not more to do than to wait for it."""
+    """A fence that knows for how long it was waited for."""
 
     def __init__(self, fence: Fence) -> None:
-        self._fence, self.began = fence, time.monotonic()
-        self.waited = 0.0  # since it was made, until the step was over
+        self._fence, self.waited = fence, 0.0
 
     @property
     def ready(self) -> Ready:
@@ -388,12 +387,7 @@ class _TimedFence:
     def wait(self) -> None:
         before = time.monotonic()
         self._fence.wait()
-        now = time.monotonic()
-        if not self.waited and now - before > LEAST_WAIT_SECONDS:  # it was not over before
-            self.waited = now - self.began
-
-
-LEAST_WAIT_SECONDS = 0.0005  # that say more than how busy the interpreter is
+        self.waited += time.monotonic() - before
 
 
 def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:

@@ -98,9 +98,7 @@ class PoolScheduler:
 
         full_residency       the engine keeps every block, also of layers with a window
         computes_last_again  where all tokens of a sequence were loaded, the engine computes the
-                             last one again. States would advance twice; and a chunk, or a window
-                             that begins at a block's end, needs a block for it that no token after
-                             it needs, so that it is not loaded
+                             last one again (not with states, which would advance twice)
         """
         self.layout, self._ranks = ours, ranks
         groups = ours.model.groups
@@ -340,8 +338,7 @@ class PoolScheduler:
         """A request is over. Its pinned blocks stay pinned until their jobs have ended.
 
         If it still has its blocks, those whose saves were postponed are ordered now, though more
-        may be pinned than otherwise: they would be lost. Only tokens count that a step was told to
-        compute; the engine's own count may include some that were still being loaded. The last
+        may be pinned than otherwise. Only tokens count that a step was told to compute. The last
         token was sampled, and its place may hold what a rejected draft left there.
         """
         tracker = self._trackers.pop(request_id, None)
@@ -560,15 +557,13 @@ class SaveJob:
 
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
-# has its blocks in any case. A device's store may need longer than that: its rate is that of what
-# is left when a step ends.
+# has its blocks in any case.
 SOON_SECONDS = 0.1
 HEALTHY_SECONDS = 2.0  # of the oldest job, its step included; a store that takes longer may hang
 
 
 class SaveRate:
-    """Blocks that a rank can save in a time: the best of the last jobs, as jobs may have to wait
-    for the interpreter. A store that ends none has no rate."""
+    """Blocks that a rank can save in a time: the best of the last jobs."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=8)

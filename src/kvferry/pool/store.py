@@ -81,12 +81,8 @@ class Store(Protocol):
         """Memory that objects are put from and got into."""
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        """One request came: its keys in prefix order, whether they are here or not.
-
-        Eviction learns from this, so the caller tells it once per request and fragment (one rank's
-        objects of one group), before it gets or puts the request's objects. Never raises: a store
-        that has no use for it does nothing.
-        """
+        """One request came: its keys of one fragment (one rank's objects of one table) in prefix
+        order, whether they are here or not. Eviction learns from this. Never raises."""
 
     def exists(self, keys: Sequence[str], deadline: float) -> Bools: ...
 
@@ -129,8 +125,8 @@ class FencedStore(Store, Protocol):
     def put_after(
         self, keys: Sequence[str], objects: Sequence[Slices], deadline: float, fence: Fence
     ) -> list[Outcome]:
-        """As `put`; the objects' bytes are final from the fence on. It is waited for even if that
-        takes longer than the deadline: the device has its orders."""
+        """As `put`; the objects' bytes are final from the fence on, which is waited for even past
+        the deadline: the device has its orders."""
 
 
 def inside(regions: RegionTable, parts: Sequence[Slices]) -> list[bool]:

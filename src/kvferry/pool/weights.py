@@ -263,10 +263,7 @@ class Asked:
 
 
 class Adapters:
-    """The adapters of one engine.
-
-    settings  the engine's settings that change what adapters compute (`adapter_settings`)
-    """
+    """The adapters of one engine with these `adapter_settings`."""
 
     def __init__(self, settings: str = "") -> None:
         self._settings = settings
@@ -275,10 +272,8 @@ class Adapters:
         self._threads = Threads("kvferry-lora", 1)
 
     def ask(self, request: Any, seconds: float = math.inf) -> Asked | None:
-        """Ask for the adapter of a vLLM request; None if it has none.
-
-        Every request must come here when it arrives, shared or not: the first request of a number
-        decides which files the number stands for.
+        """Ask for the adapter of a vLLM request, when it arrives; None if it has none. The first
+        request of a number decides which files the number stands for.
 
         seconds  after which an adapter that is still being read counts as `NOT_SHARED`
         """

@@ -66,10 +66,7 @@ HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
 class DiskTier:
-    """The files of one directory, and the walk that keeps them and the records in step.
-
-    `used` and `remove_unrecorded` need the store's lock; `locked` takes it.
-    """
+    """The files of one directory. `used` and `remove_unrecorded` need the store's lock."""
 
     def __init__(
         self,
@@ -92,8 +89,8 @@ class DiskTier:
     def write(self, name: str, image: memoryview, still: Callable[[], bool] = lambda: True) -> bool:
         """Whether the whole image is there now; if not, nothing is.
 
-        Where the file is not `still` wanted once it is written, it does not appear: the image may
-        have changed meanwhile, and another process's file may lie under the name.
+        still  whether the file is still wanted once it is written: the image may have changed
+               meanwhile, and another process's file may lie under the name
         """
         target = self.path(name)
         part = self._directory / f"{_TEMPORARY}{self._members.me}-{next(self._numbers)}"
@@ -319,20 +316,12 @@ def _batches(names: Iterator[str]) -> Iterator[list[str]]:
 
 def own_directory(directory: Path, disk: Path | None) -> Path:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
-
-    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
-    lost, and remove their records.
-    """
+    A process that looked elsewhere would take all files for lost, and remove their records."""
     link = directory / DISK_LINK
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
-            _log.warning(
-                "the store at %s has its disk tier at %s; that holds, not %s",
-                directory,
-                there,
-                disk or "none",
-            )
+            _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
         return there
     if disk is not None and disk.is_dir():  # it has moved: to there
         link.unlink(missing_ok=True)

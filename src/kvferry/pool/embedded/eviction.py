@@ -209,9 +209,7 @@ class Tiers:
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
         """Extents for as many wishes as there can be, the most valuable first.
 
-        The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. A caller that can do without waits `lock_seconds` for the lock, each time;
-        making room takes its time.
+        lock_seconds  for the lock, each time, of a caller that can do without
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck = 0
@@ -387,11 +385,8 @@ class Tiers:
             self._update(write, time.monotonic() + UPDATE_SECONDS)
 
     def claim(self, low: ix.Words, high: ix.Words, batch: Ints) -> Ints:
-        """Records for new keys that come together with those of `batch`; the caller has the lock.
-
-        Where objects have all sixteen slots of a key, the one that is worth least goes, from all
-        tiers. -1 where none of them can.
-        """
+        """As `SharedIndex.claim`; but where objects have all sixteen slots of a key, the one that
+        is worth least goes, from all tiers. -1 where none of them can."""
         index, now = self.index, self.clock()
         rows = index.claim(low, high, now, batch)
         while len(left := np.flatnonzero(rows < 0)):
@@ -435,8 +430,7 @@ class Tiers:
         return count
 
     def discard(self, row: int, generation: int, deadline: float) -> None:
-        """Remove an object that is not what was written, now or as soon as the lock is free: its
-        reader does not wait for a process that is stopped with the lock."""
+        """Remove an object that is not what was written, now or as soon as the lock is free."""
 
         def write() -> None:
             generations = np.array([generation], dtype=np.uint32)

@@ -178,10 +178,8 @@ class SharedIndex:
     state: NDArray[np.uint8]
 
     def __init__(self, path: Path, wanted: Geometry, in_use: bool) -> None:
-        """Open or create; the caller holds the store's lock.
-
-        `in_use`: other processes have the store mapped, so that its files must not be cut.
-        """
+        """Open or create, with the store's lock. `in_use`: other processes have it mapped, so that
+        its files must not be cut."""
         fd = open_private(path)
         try:
             found = self.read_geometry(fd)
@@ -299,10 +297,10 @@ class SharedIndex:
         return np.where(found, rows, -1)
 
     def claim(self, low: Words, high: Words, now: float, batch: Ints = NO_ROWS) -> Ints:
-        """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
+        """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be; -1 where
+        objects have all sixteen slots of a key. Needs the lock.
 
-        `batch` are rows of keys in the same call; their ghosts stay. -1 where objects have all
-        sixteen slots of a key. The caller holds the lock.
+        batch  rows of keys in the same call; their ghosts stay
         """
         rows = np.full(len(low), -1, dtype=np.int64)
         left = np.arange(len(low))
@@ -367,11 +365,8 @@ class SharedIndex:
         return np.asarray(_IS_READABLE[self.state[rows]] & (rows >= 0))
 
     def leave_memory(self, rows: Ints, state: int) -> None:
-        """Give extents up: the state, then the generation; only then may they be reused.
-
-        In the other order, a process that dies between the two would change the generation of an
-        object that is still there, and a demotion under way would not recognize it.
-        """
+        """Give extents up: the state, then the generation; only then may they be reused. In the
+        other order, a process that dies between the two would hide an object from its demotion."""
         self.state[rows] = state
         self.generation[rows] += np.uint32(1)
         self.gaps_stale = True
@@ -471,10 +466,8 @@ class SharedLock(Locked):
 
 
 class Members(Locked):
-    """The processes that have the store open; `me` is this one's number, from 1 on.
-
-    The first byte of the file is locked by the process that walks through the disk's files.
-    """
+    """The processes that have the store open; `me` is this one's number, from 1 on. The process
+    that walks through the disk's files locks byte 0."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -526,10 +519,10 @@ class Members(Locked):
 class Calls:
     """The calls into a store under way, each inside `with calls:`.
 
-    A store that is closed takes no new calls, and waits some seconds for those under way. Calls
-    that are left then keep all that they work on, also the member's lock, which says that their
-    writer lives. The last of them closes the store's parts. The store's own threads count like
-    calls, and see by `closing` that they should end.
+    A store that is closed takes no new calls, and waits some seconds for those under way. Bytes go
+    to and from the mapping by address, so calls that are left then keep the mapping, and the
+    member's lock, which says that their writer lives. The last of them closes the store's parts.
+    The store's own threads count like calls, and see by `closing` that they should end.
     """
 
     def __init__(self) -> None:
@@ -555,10 +548,8 @@ class Calls:
             end()
 
     def close(self, seconds: float, end: Callable[[], None]) -> int:
-        """Take no more calls, and return how many were still under way after so many seconds.
-
-        `end` runs once, when there are none: before this returns, or after the last of them.
-        """
+        """Take no more calls, and return how many were still under way after so many seconds. `end`
+        runs once, when there are none: before this returns, or after the last of them."""
         with self._changed:
             if self.closing.is_set():
                 return 0
