@@ -221,6 +221,7 @@ class PoolRank:
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
+STORED = (Outcome.DONE, Outcome.EXISTS)
 
 
 class Saver:
@@ -334,7 +335,7 @@ class Saver:
             known = self._store.exists(keys, deadline)
             require_answers(known, keys)
         self._counters.add("save_known", int(known.sum()))
-        new = np.flatnonzero(~known)
+        new, object_bytes = np.flatnonzero(~known), scope.memory[blocks.table].object_bytes
         failed: set[tuple[int, int]] = set()
         for start in range(0, len(new), self._most):
             some = new[start : start + self._most]
@@ -343,8 +344,7 @@ class Saver:
             if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:
-                asked_bytes = len(names) * scope.memory[blocks.table].object_bytes
-                put = StoreOperation("save_put", len(names), asked_bytes)
+                put = StoreOperation("save_put", len(names), len(names) * object_bytes)
                 with self._counters.operation(put):
                     if self._fenced is not None and fence is not None:
                         before = fence.waited
@@ -353,23 +353,19 @@ class Saver:
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
-                    put.failed = sum(o not in (Outcome.DONE, Outcome.EXISTS) for o in outcomes)
+                    put.failed = sum(o not in STORED for o in outcomes)
             counts = Counter(outcomes)
             for outcome, count in counts.items():
                 self._counters.add(f"save_{outcome.value}", count)
-            if counts[Outcome.DONE] + counts[Outcome.EXISTS] < len(outcomes):
-                failed |= {
-                    (blocks.table, int(numbers[mine[place]]))
-                    for place, outcome in zip(some.tolist(), outcomes, strict=True)
-                    if outcome not in (Outcome.DONE, Outcome.EXISTS)
-                }
-            object_bytes = scope.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", counts[Outcome.DONE] * object_bytes)
             self._put += counts[Outcome.DONE]
-            if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
+            lost = [at for at, o in zip(some.tolist(), outcomes, strict=True) if o not in STORED]
+            broken = counts[Outcome.FULL] + counts[Outcome.FAILED] > 0
+            if broken:
                 self._pause()  # the rest would fail too
-                left = new[start + self._most :]
-                failed |= {(blocks.table, n) for n in numbers[mine[left]].tolist()}
+                lost += new[start + self._most :].tolist()
+            failed |= {(blocks.table, number) for number in numbers[mine[lost]].tolist()}
+            if broken:
                 break
         return failed
 
@@ -599,7 +595,7 @@ class Loader:
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
         sizes = sizes_of(wanted.slices)
-        get = StoreOperation("load_get", len(keys), sum(sizes))
+        get = StoreOperation("load_get", len(keys), int(sizes.sum()))
         with self._counters.operation(get):
             outcomes = self._store.get(keys, wanted.slices, deadline)
             require_answers(outcomes, keys)
@@ -608,13 +604,9 @@ class Loader:
             self._counters.add(f"load_{outcome.value}", count)
         if not get.failed:
             return _Chunk(get.bytes)
-        moved, bad = 0, []
-        for outcome, start, size in zip(outcomes, wanted.starts, sizes, strict=True):
-            if outcome is Outcome.DONE:
-                moved += size
-            else:
-                bad.append((segment.group, start, outcome.value))
-        return _Chunk(moved, tuple(bad))
+        done = np.array([outcome is Outcome.DONE for outcome in outcomes])
+        bad = [(segment.group, wanted.starts[i], outcomes[i].value) for i in np.flatnonzero(~done)]
+        return _Chunk(int(sizes[done].sum()), tuple(bad))
 
 
 def _wanted_keys(

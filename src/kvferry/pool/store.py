@@ -145,11 +145,11 @@ def inside(regions: RegionTable, parts: Sequence[Slices]) -> list[bool]:
     return [regions.first_outside(p.address, p.length) < 0 for p in parts]
 
 
-def sizes_of(objects: Sequence[Slices]) -> list[int]:
+def sizes_of(objects: Sequence[Slices]) -> Ints:
     """Bytes of each object."""
     if isinstance(objects, AlikeSlices):
-        return [int(objects.length.sum())] * len(objects)
-    return [int(one.length.sum()) for one in objects]
+        return np.full(len(objects), objects.length.sum(), dtype=np.int64)
+    return np.array([one.length.sum() for one in objects], dtype=np.int64)
 
 
 def batch_parts(

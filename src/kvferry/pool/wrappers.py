@@ -78,7 +78,7 @@ class StagedStore:
         self._regions = RegionTable.of(self._registered)
 
     def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
-        sizes = _sizes(objects)
+        sizes = sizes_of(objects)
 
         def put_some(part: list[int]) -> list[Outcome]:
             some = [objects[i] for i in part]
@@ -109,7 +109,7 @@ class StagedStore:
         )
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        sizes = _sizes(wanted)
+        sizes = sizes_of(wanted)
 
         def get_some(part: list[int]) -> list[Outcome]:
             some, lengths = [wanted[i] for i in part], sizes[part]
@@ -324,7 +324,7 @@ class CheckedStore(StagedStore):
         deadline: float,
     ) -> list[Outcome]:
         """Whole objects into a buffer, checked; the wanted parts, in order, behind them."""
-        sizes = _sizes(wanted)
+        sizes = sizes_of(wanted)
         total = int(lengths.sum())
         with self._buffer(total + int(sizes.sum()), deadline) as buffer:
             begins = np.cumsum(lengths) - lengths
@@ -358,10 +358,6 @@ def _packed(wanted: Slices, begin: int) -> Slices:
     """The same parts, one after another from `begin` on; neighbours in the object are one part."""
     offset, length = joined(wanted.offset, wanted.length)
     return Slices(offset, begin + np.cumsum(length) - length, length)
-
-
-def _sizes(parts: Sequence[Slices]) -> Ints:
-    return np.array(sizes_of(parts), dtype=np.int64)
 
 
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -395,12 +395,6 @@ def open_image(image: memoryview) -> Image | None:
     return Image(key, size, length, chunk_bytes, sums)
 
 
-def begins_image(head: bytes) -> bool:
-    """Whether a file that begins like this is an image, or what a loss of power left of one: zeros
-    or an early end."""
-    return not head.strip(b"\0") or head[8:12] == _MAGIC.to_bytes(4, "little")
-
-
 @dataclass(frozen=True, slots=True)
 class WantedObject:
     """The parts of one object that a caller wants."""

@@ -88,7 +88,7 @@ class DeviceStore(StagedStore):
         deadline: float,
         fence: Fence | None,
     ) -> list[Outcome]:
-        sizes = np.array(sizes_of(objects), dtype=np.int64)
+        sizes = sizes_of(objects)
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
             return self._put_buffered(keys, objects, deadline, fence)
         outcomes: list[Outcome] = []

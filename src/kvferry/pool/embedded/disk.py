@@ -4,9 +4,8 @@
 A file appears under its name only when all its bytes are written (another name, then rename).
 Nothing is synced: after a loss of power a file may be short or wrong, which its header, its size
 and its checksums show. The directory may hold other things. Only names that this module gives (32
-hexadecimal digits in the folder of their first two, parts with two numbers) are looked at, and of
-those only a file that begins like an image, or is empty, is ever removed. Two stores must not share
-a directory: they would remove each other's files as left behind.
+hexadecimal digits in the folder of their first two, parts with two numbers) are looked at. Two
+stores must not share a directory: they would remove each other's files as left behind.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
 file without a record takes room that no process knows of. Either the index is new (the host was
@@ -37,7 +36,7 @@ import numpy as np
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.arena import Image, begins_image, header_bytes, open_image
+from kvferry.pool.embedded.arena import Image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
@@ -163,17 +162,6 @@ class DiskTier:
 
     def header(self, name: str) -> Image | None:
         """The header of a file, if it is whole and the file has the size that it says."""
-        head, size = self._beginning(name) or (b"", 0)
-        image = open_image(memoryview(head))
-        return image if image is not None and image.header_bytes + image.length == size else None
-
-    def is_ours(self, name: str) -> bool:
-        """Whether such a file may be an image, or the rest of one after a loss of power."""
-        found = self._beginning(name)
-        return found is not None and begins_image(found[0])
-
-    def _beginning(self, name: str) -> tuple[bytes, int] | None:
-        """As many bytes of a file as a header may have, and the file's size."""
         try:
             fd = self._open(name)
         except OSError:
@@ -181,11 +169,12 @@ class DiskTier:
         try:
             size = os.fstat(fd).st_size
             most = min(header_bytes(_LONGEST_KEY_BYTES, size), _LONGEST_HEADER_BYTES)
-            return os.pread(fd, most, 0), size
+            image = open_image(memoryview(os.pread(fd, most, 0)))
         except OSError:
             return None
         finally:
             os.close(fd)
+        return image if image is not None and image.header_bytes + image.length == size else None
 
     def names(self) -> Iterator[str]:
         """Every file with a name of the store's, folder by folder."""
@@ -263,8 +252,7 @@ class DiskTier:
                 self._index.files_due = 0
 
     def _sweep(self, names: list[str], deadline: float) -> None:
-        lost = [name for name in self._unrecorded(names) if self.is_ours(name)]
-        if lost:
+        if lost := self._unrecorded(names):
             with self._locked(deadline):
                 self.remove_unrecorded(lost)
 
@@ -277,7 +265,7 @@ class DiskTier:
             image = self.header(name)
             if image is not None and np.array_equal(hash_keys([image.key]), words_of([name])):
                 whole.append((name, image))
-            elif self.is_ours(name):
+            else:
                 bad.append(name)
         with self._locked(deadline):
             if index.files_due != ADOPT:

@@ -233,22 +233,18 @@ class Tiers:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
 
-    def _wanted(self, wishes: list[Wish]) -> list[Wish]:
-        """Those whose row no other writer has taken meanwhile."""
-        index = self.index
+    def _take(self, wishes: list[Wish]) -> list[Wish]:
+        """One free extent for all of these, in their order, so that one copy moves many objects;
+        else one for each, the most valuable first. Those that found none."""
+        index, left = self.index, list[Wish]()
+        if index.gaps_stale:
+            self.arena.find_gaps()
+        # Another writer may have taken a row meanwhile.
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
         same = index.low[rows] == np.array([wish.low for wish in wishes], dtype=np.uint64)
         same &= index.high[rows] == np.array([wish.high for wish in wishes], dtype=np.uint64)
         same &= index.state[rows] == np.array([wish.before for wish in wishes], dtype=np.uint8)
-        return [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
-
-    def _take(self, wishes: list[Wish]) -> list[Wish]:
-        """One free extent for all of these, in their order, so that one copy moves many objects;
-        else one for each, the most valuable first. Those that found none."""
-        left: list[Wish] = []
-        if self.index.gaps_stale:
-            self.arena.find_gaps()
-        wishes = self._wanted(wishes)
+        wishes = [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
         total = sum(wish.size for wish in wishes)
         offset = self.arena.take(total) if 0 < total <= self.arena.capacity else -1
         if offset >= 0:

@@ -63,6 +63,7 @@ from kvferry.pool.store import (
     Slices,
     batch_parts,
     inside,
+    sizes_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class EmbeddedStore:
     def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
-        for part in self.parts([int(ranges.length.sum()) for ranges in objects]):
+        for part in self.parts(sizes_of(objects).tolist()):
             outcomes += self._put(keys[part], objects[part], good[part], deadline)
         return outcomes
 
@@ -510,7 +511,7 @@ class EmbeddedStore:
         goes_last: bool = False,
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others FAILED."""
-        sizes = [int(ranges.length.sum()) for ranges in objects]
+        sizes = sizes_of(objects).tolist()
         with self.granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
             for at, wish in granted.wishes.items():
                 if time.monotonic() <= deadline:
