@@ -146,8 +146,8 @@ class EmbeddedStore:
         disk tier; others take them as they are."""
         if platform.machine() not in ORDERED_MACHINES:
             raise StoreError(
-                "the embedded store needs a processor that keeps the order of stores (x86-64), "
-                f'found {platform.machine()}; configure "store": "mooncake"'
+                "the embedded store needs a processor that keeps the order of stores; expected "
+                f'x86_64 or AMD64, found {platform.machine()}; configure "store": "mooncake"'
             )
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
