@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from math import lcm
 from typing import Any, Literal
@@ -35,7 +34,7 @@ from typing import Any, Literal
 from kvferry.layout.model import Residency
 from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
-from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, PoolKey
+from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, Lookups
 from kvferry.pool.objects import TableKind, block_span
@@ -137,8 +136,8 @@ class PoolScheduler:
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
         """For each of these blocks, the keys of all its fragments in our layout."""
         fragments = [f for f in self.layout.fragments if f.table == table]
-        key = partial(PoolKey, self.metadata, self.layout.id)
-        return [[key(f, content).to_string() for f in fragments] for content in contents]
+        columns = [object_keys(self.metadata, self.layout.id, f, contents) for f in fragments]
+        return [list(keys) for keys in zip(*columns, strict=True)]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
         """Send ranks the layout records that they lack."""

@@ -159,8 +159,7 @@ class SharedIndex:
     """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
 
     # Words 0 to 3 are the magic number and the sizes, 12 and 13 the bar; counters follow from word
-    # 16 on. A process writes them with the store's lock, except for
-    # some counters, which may miss a few.
+    # 16 on. A process writes them with the lock, except for some counters, which may miss a few.
     dirty = _Word(8)  # a process holds the lock, or died with it
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
