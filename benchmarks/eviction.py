@@ -48,7 +48,7 @@ from kvferry.pool.embedded.policy import (
     Tuning,
 )
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Ints, Outcome, Ranges
+from kvferry.pool.store import Ints, Outcome, Slices
 
 OBJECT_BYTES = 64  # a block's stand-in: with its header it takes one page of the arena
 NEVER = 1 << 60
@@ -217,14 +217,12 @@ def replay_store(trace: Trace, capacity: int) -> Rates:
     with (
         scratch() as directory,
         closing(
-            EmbeddedStore(
-                directory, capacity * ALIGN, slots=1 << 18, threads=1, clock=lambda: now[0]
-            )
+            EmbeddedStore(directory, capacity * ALIGN, slots=1 << 18, clock=lambda: now[0])
         ) as store,
     ):
         source = np.zeros(OBJECT_BYTES, dtype=np.uint8)
         store.register([MemoryRegion(source.ctypes.data, source.nbytes)])
-        one = Ranges(
+        one = Slices.whole(
             np.array([source.ctypes.data], dtype=np.int64),
             np.array([OBJECT_BYTES], dtype=np.int64),
         )

@@ -36,7 +36,7 @@ from kvferry.carriers.host import copy_runs
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.store import Outcome, Ranges, Slices, Store
+from kvferry.pool.store import Outcome, Slices, Store
 from mooncake_master import Master
 
 LOOKUP_KEYS = 256  # keys of one question: a prompt of a few thousand tokens on a few ranks
@@ -84,7 +84,7 @@ def lookups(indexed: int) -> tuple[Lookup, list[Lookup]]:
         asked.append([keys[n] for n in old] + [f"{keys[n]}x" for n in old])
     with scratch() as directory:
         slots = 1 << (2 * indexed - 1).bit_length()
-        store = EmbeddedStore(directory, 1 << 20, slots=slots, threads=1)
+        store = EmbeddedStore(directory, 1 << 20, slots=slots)
         index = store._tiers.index
         for first in range(0, indexed, 50_000):  # records alone: a lookup touches nothing else
             low, high = ix.hash_keys(keys[first : first + 50_000])
@@ -206,7 +206,7 @@ class _Scatter:
         self.dst = places(int(self.landing.ctypes.data))
         self.length = np.full(per, RANGE_BYTES, dtype=np.int64)
         self.offset = np.arange(per, dtype=np.int64) * RANGE_BYTES
-        self.ranges = [Ranges(a, self.length) for a in self.src]
+        self.ranges = [Slices.whole(a, self.length) for a in self.src]
         self.slices = [Slices(self.offset, a, self.length) for a in self.dst]
         self.regions = [
             MemoryRegion(int(b.ctypes.data), b.nbytes) for b in (self.source, self.landing)

@@ -22,7 +22,7 @@ from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.pool.embedded import device as device_store
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 
 LAYERS, BLOCKS, PAGE = 32, 4096, 64 << 10
 OBJECTS, OBJECT = 512, LAYERS * PAGE
@@ -108,11 +108,11 @@ def store(cache: int) -> None:
             print(f"| {way} | {_put(made, way):.1f} | {_get(made, way):.1f} |", flush=True)
 
 
-def _objects(made: DeviceStore, seed: int) -> list[Ranges]:
+def _objects(made: DeviceStore, seed: int) -> list[Slices]:
     ids = np.random.default_rng(seed).permutation(BLOCKS)[:OBJECTS].astype(np.int64)
     first = made._registered[0].address + np.arange(LAYERS, dtype=np.int64) * (BLOCKS * PAGE)
     length = np.full(LAYERS, PAGE, dtype=np.int64)
-    return [Ranges(first + i * PAGE, length) for i in ids.tolist()]
+    return [Slices.whole(first + i * PAGE, length) for i in ids.tolist()]
 
 
 def _keys(way: str, number: int) -> list[str]:

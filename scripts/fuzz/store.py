@@ -44,7 +44,7 @@ from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.index import HEADER_WORDS, MAX_GAPS
 from kvferry.pool.embedded.policy import LEARNED_FLOATS
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 
 MEMORY_BYTES, DISK_BYTES, SLOTS = 1 << 20, 4 << 20, 64
 OBJECTS, RECORDS = 24, 4
@@ -73,14 +73,14 @@ class User:
         self.memory = np.zeros(CANARY + LONGEST + CANARY, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data) + CANARY
         self.store = EmbeddedStore(
-            place / "memory", MEMORY_BYTES, place / "disk", DISK_BYTES, slots=SLOTS, threads=1
+            place / "memory", MEMORY_BYTES, place / "disk", DISK_BYTES, slots=SLOTS
         )
         self.store.register([MemoryRegion(self.base, LONGEST)])
 
     def put(self, key: str) -> Outcome:
         value = content(key)
         self.memory[CANARY : CANARY + len(value)] = np.frombuffer(value, dtype=np.uint8)
-        where = Ranges(_ints(self.base), _ints(len(value)))
+        where = Slices.whole(_ints(self.base), _ints(len(value)))
         return self.store.put([key], [where], _soon())[0]
 
     def get(self, key: str, rng: random.Random) -> Outcome:

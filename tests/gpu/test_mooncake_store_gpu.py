@@ -16,7 +16,7 @@ pytest.importorskip("mooncake.store", exc_type=ImportError)
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.pool.mooncake import MooncakeStore
-from kvferry.pool.store import Outcome, Ranges, Slices, Store
+from kvferry.pool.store import Outcome, Slices, Store
 from kvferry.pool.wrappers import CheckedStore
 from mooncake_master import Master
 
@@ -52,7 +52,7 @@ def test_objects_and_parts_of_them(
     length = np.full(LAYERS, PAGE, dtype=np.int64)
     deadline = time.monotonic() + 60
     keys = [f"{checked}/{n}" for n in range(OBJECTS)]
-    objects = [Ranges(cache.address + pages + n * PAGE, length) for n in range(OBJECTS)]
+    objects = [Slices.whole(cache.address + pages + n * PAGE, length) for n in range(OBJECTS)]
     assert store.put(keys, objects, deadline) == [Outcome.DONE] * OBJECTS
     assert store.exists(keys, deadline).all()
     expected = np.zeros_like(data)

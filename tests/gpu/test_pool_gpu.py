@@ -29,7 +29,7 @@ pytest.importorskip("xxhash")
 from kvferry.pool.embedded import device as devices
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
 
 SIZE = 64 << 20
@@ -75,7 +75,7 @@ def test_objects_and_parts_of_them(
     length = np.full(LAYERS, BLOCK, dtype=np.int64)
     deadline = time.monotonic() + 60
     keys = [f"block/{n}" for n in range(OBJECTS)]
-    objects = [Ranges(cache.address + pages + n * BLOCK, length) for n in range(OBJECTS)]
+    objects = [Slices.whole(cache.address + pages + n * BLOCK, length) for n in range(OBJECTS)]
     assert store.put(keys, objects, deadline) == [Outcome.DONE] * OBJECTS
     cache[:] = 0
     expected = np.zeros(SIZE, dtype=np.uint8)
@@ -110,7 +110,7 @@ def test_a_damaged_object_is_found(cache: DeviceBytes, shared_path: Path) -> Non
     store.register([region])
     deadline = time.monotonic() + 60
     size = np.array([600_000], dtype=np.int64)
-    objects = [Ranges(cache.address + np.array([n << 20]), size) for n in range(3)]
+    objects = [Slices.whole(cache.address + np.array([n << 20]), size) for n in range(3)]
     assert store.put(["a", "b", "c"], objects, deadline) == [Outcome.DONE] * 3
     with inner.lending(["b"]) as lent:
         ctypes.memset(int(lent.place[0]) + 599_999, 7, 1)
@@ -163,7 +163,7 @@ def test_layers_that_are_final_early_are_copied_early(
     wait_until(lambda: bus.pinned_bytes == 4 << 30, 60)
     length = np.full(layers, 1 << 16, dtype=np.int64)
     order = np.random.default_rng(3).permutation(pages)
-    objects = [Ranges(cache + np.arange(layers) * part + (n << 16), length) for n in order]
+    objects = [Slices.whole(cache + np.arange(layers) * part + (n << 16), length) for n in order]
     data = np.random.default_rng(4).integers(0, 256, size, dtype=np.uint8)
     seen = DeviceBytes(on, cache, size)
     DeviceBytes(on, new, size)[:] = data
@@ -229,7 +229,9 @@ def test_tokens_pass_a_save(shared_path: Path, monkeypatch: pytest.MonkeyPatch) 
     wait_until(lambda: bus.pinned_bytes == arena, 60)
     length = np.full(32, 64 << 10, dtype=np.int64)
     order = np.random.default_rng(3).permutation(pages)
-    objects = [Ranges(cache + np.arange(32) * (pages << 16) + (n << 16), length) for n in order]
+    objects = [
+        Slices.whole(cache + np.arange(32) * (pages << 16) + (n << 16), length) for n in order
+    ]
     monkeypatch.setattr(StagedStore, "put", None)  # not by buffers
 
     def tokens_wait(gap_bytes: int, thread: ThreadPoolExecutor) -> float:

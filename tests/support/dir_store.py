@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices, Store
+from kvferry.pool.store import Bools, Outcome, Slices, Store
 
 DIGEST = 16
 
@@ -54,7 +54,7 @@ class DirStore:
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
         return np.asarray([self.file(key).exists() for key in keys], dtype=bool)
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         outcomes = []
         for key, ranges in zip(keys, objects, strict=True):
             parts = list(zip(ranges.address.tolist(), ranges.length.tolist(), strict=True))

@@ -93,7 +93,7 @@ def write_all(case: CaseDict, oracle: Oracle) -> tuple[PoolLayout, dict[str, np.
                 if group.is_state and number != blocks - 1:
                     continue
                 block = ids[0 if group.is_state else number]
-                at = template.addresses(memory.bases[rank], np.asarray([block])).rows()[0]
+                at = template.blocks(memory.bases[rank], np.asarray([block])).address[0]
                 content = whole[memory.bytes_of(at, template.lengths)]
                 key = f"{fragment.name}/{number}"
                 assert key not in objects

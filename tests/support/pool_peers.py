@@ -19,7 +19,7 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 
 ROOM = 1 << 20
 MEMORY, DISK = 6 << 20, 16 << 20
@@ -31,10 +31,10 @@ def content(number: int) -> np.ndarray:
     return np.frombuffer(random.Random(number).randbytes(length), dtype=np.uint8)
 
 
-def in_pieces(base: int, length: int, pieces: int) -> Ranges:
+def in_pieces(base: int, length: int, pieces: int) -> Slices:
     """The same bytes as several ranges of memory."""
     cuts = np.linspace(0, length, pieces + 1).astype(np.int64)
-    return Ranges(base + cuts[:-1], np.diff(cuts))
+    return Slices.whole(base + cuts[:-1], np.diff(cuts))
 
 
 def tiers_of(store: EmbeddedStore) -> Tiers:

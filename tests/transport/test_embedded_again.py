@@ -21,21 +21,19 @@ from test_embedded_troubles import (
     SUPPORT,
     Small,
     bytes_on_disk,
-    files_of,
-    left_behind,
     soon,
 )
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import arena, disk, eviction, store
+from kvferry.pool.embedded import disk, eviction, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
-from kvferry.pool.store import Outcome, Ranges, Slices
-from waiting import require_for, wait_until
+from kvferry.pool.store import Outcome, Slices
+from waiting import wait_until
 
 TESTS = str(Path(__file__).parent)
 
@@ -81,7 +79,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.2)
         assert (good, corrupt, unread) == (1, 0, 2) and "lock" in why  # they are still there
         assert one.store.exists(["a", "layout"], 0.0).all()
-    assert one.get("b") is Outcome.DONE  # any call, also one that needs no lock
+    one.store.access(["b"], soon())
     assert not one.store.exists(["a", "layout"], 0.0).any()
     assert stopped.store.counters()["corrupt"] == 2 and one.get("b") is Outcome.DONE
     assert one.put("a") == [Outcome.DONE] and one.get("a") is Outcome.DONE
@@ -243,62 +241,6 @@ def test_closed_while_a_walk_hangs(
     wait_until(no_threads)
 
 
-def test_a_walk_goes_on_when_the_lock_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a restart of the host, a neighbour is stopped with the lock while files are taken in:
-    those that are left are not forgotten, though no process needs room."""
-    keys = left_behind(tmp_path)
-    monkeypatch.setattr(disk, "BATCH_FILES", 4)
-    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
-    header, go_on = DiskTier.header, threading.Semaphore(6)
-
-    def slow(self: DiskTier, name: str) -> arena.Image | None:
-        assert go_on.acquire(timeout=20)
-        return header(self, name)
-
-    monkeypatch.setattr(DiskTier, "header", slow)
-    one, stopped = Small(tmp_path, disk=64 << 20), Small(tmp_path, disk=64 << 20)
-    wait_until(lambda: one.store.counters()["objects"] == 4)
-    with stopped.tiers.lock.held(soon()), caplog.at_level(logging.INFO):
-        go_on.release(10 * len(keys))
-        wait_until(lambda: "tries again" in caplog.text)
-    wait_until(lambda: one.index.files_due == 0)
-    assert {stopped.get(key) for key in keys} == {Outcome.DONE}
-    stopped.store.close()
-    one.store.close()
-
-
-def test_a_walk_that_another_process_began_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that takes files in ends before it is done: one that waits goes on."""
-    keys = left_behind(tmp_path)
-    monkeypatch.setattr(disk, "LOCK_SECONDS", 0.05)
-    monkeypatch.setattr(eviction, "ADOPT_SECONDS", 0.0)
-    header, first, go_on = DiskTier.header, [], threading.Event()
-
-    def slow(self: DiskTier, name: str) -> arena.Image | None:
-        first.append(self) if not first else None
-        assert self is not first[0] or go_on.wait(20)
-        return header(self, name)
-
-    monkeypatch.setattr(DiskTier, "header", slow)
-    one = Small(tmp_path, disk=64 << 20)
-    wait_until(lambda: first)
-    two = Small(tmp_path, disk=64 << 20)
-    assert two.index.files_due == disk.ADOPT and not two.tiers.disk.wait(0.2)
-    closing = threading.Thread(target=one.store.close)
-    closing.start()
-    wait_until(one.store._calls.closing.is_set)
-    go_on.set()
-    closing.join(20)
-    wait_until(lambda: two.index.files_due == 0)
-    assert {two.get(key) for key in keys} == {Outcome.DONE}
-    two.store.close()
-
-
 def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that cannot begin costs neither an opening nor a put."""
 
@@ -316,42 +258,6 @@ def test_no_thread_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert one.index.files_due == 0
     again.store.close()
     one.store.close()
-
-
-def test_a_part_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool takes work in, and then finds no thread for it: nothing of it is done later, when
-    the memory is another request's."""
-    monkeypatch.setattr(store, "PARALLEL_BYTES", 0)
-    one = Small(tmp_path)
-    one.store.close()
-    many = EmbeddedStore(tmp_path / "s", 1 << 20, slots=1 << 10, threads=3)
-    many.register([MemoryRegion(one.base, one.memory.nbytes)])
-    keys = [f"k{n}" for n in range(6)]
-    for number, key in enumerate(keys):
-        assert many.put_bytes(key, bytes([number + 1]) * 1000, soon()) is Outcome.DONE
-    start, calls = threading.Thread.start, iter(range(100))
-    real = store.serve
-
-    def second_fails(self: threading.Thread) -> None:
-        if self.name.startswith("kvferry-store") and next(calls) == 1:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    def slow(*args: Any) -> Outcome:
-        time.sleep(0.05)
-        return real(*args)
-
-    one.memory[:] = 0
-    size = np.array([1000])
-    slices = [Slices(size * 0, size * n + one.base, size) for n in range(6)]
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", second_fails)
-        patch.setattr(store, "serve", slow)
-        assert many.get(keys, slices, soon()) == [Outcome.DONE] * 6
-        assert (one.memory[500:6000:1000] == np.arange(1, 7)).all()
-        one.memory[:] = 0  # another request's now
-        require_for(0.5, lambda: not one.memory.any())
-    many.close()
 
 
 def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:
@@ -446,7 +352,7 @@ sys.path[:0] = [{support!r}, {tests!r}]
 from pathlib import Path
 from test_embedded_troubles import Small
 from kvferry.pool.embedded.disk import DiskTier
-DiskTier.is_ours = lambda self, name: os.kill(os.getpid(), 9)
+DiskTier._sweep = lambda self, *_: os.kill(os.getpid(), 9)
 one = Small(Path({place!r}), disk=64 << 20)
 time.sleep(20)
 """
@@ -488,35 +394,6 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     one.store.close()
 
 
-@pytest.mark.parametrize("how", ["another volume", "elsewhere"])
-def test_a_disk_that_is_another_for_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """A container that shares memory with the store's processes, but not their disk: under the same
-    path, or one of its own. It is refused, and takes nothing away."""
-    one, two, key = demoted(tmp_path)
-    two.store.close()
-    (tmp_path / "d").rename(tmp_path / "theirs")
-    (tmp_path / "s" / "disk").unlink()
-    (tmp_path / "s" / "disk").symlink_to(tmp_path / "d")
-    mine = tmp_path / ("d" if how == "another volume" else "mine")
-    mine.mkdir(mode=0o700)
-    monkeypatch.setattr(disk, "GOING_SECONDS", 0.1)
-    with pytest.raises(StoreError, match="have it open"):
-        EmbeddedStore(tmp_path / "s", 1 << 20, mine, 64 << 20, slots=1 << 10)
-    assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
-    if how == "another volume":
-        for file in mine.iterdir():
-            file.unlink()
-        mine.rmdir()
-    (tmp_path / "theirs").rename(tmp_path / "d")
-    assert one.get(key) is Outcome.DONE
-    again = Small(tmp_path, disk=64 << 20)
-    assert again.get(key) is Outcome.DONE and len(files_of(tmp_path)) > 0
-    again.store.close()
-    one.store.close()
-
-
 # Where it lies
 
 
@@ -554,7 +431,7 @@ def test_a_request_that_is_told_of_after_its_objects_were_put(tmp_path: Path) ->
         made = EmbeddedStore(tmp_path / first, 16 << 20)
         data = np.ones(1000, dtype=np.uint8)
         made.register([MemoryRegion(data.ctypes.data, data.nbytes)])
-        ranges = Ranges(np.array([data.ctypes.data]), np.array([1000]))
+        ranges = Slices.whole(np.array([data.ctypes.data]), np.array([1000]))
         turns = []
         for turn in range(1, 4):
             keys = [f"talk/{n}" for n in range(8 * turn)]

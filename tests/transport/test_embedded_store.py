@@ -22,7 +22,7 @@ from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, tiers_of
 from waiting import wait_until
 
@@ -408,7 +408,7 @@ def test_refusals(place: Path) -> None:
     elsewhere = np.zeros(100, dtype=np.uint8)
     one = np.array([elsewhere.ctypes.data], dtype=np.int64)
     size = np.array([100], dtype=np.int64)
-    assert peer.store.put(["k"], [Ranges(one, size)], soon()) == [Outcome.FAILED]
+    assert peer.store.put(["k"], [Slices.whole(one, size)], soon()) == [Outcome.FAILED]
     assert peer.put(1) is Outcome.DONE
     wanted = Slices(np.zeros(1, dtype=np.int64), one, size)
     assert peer.store.get(["object/1"], [wanted], soon()) == [Outcome.FAILED]

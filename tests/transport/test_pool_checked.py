@@ -15,7 +15,7 @@ from test_pool_staged import FAR, FarMemory
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.pool import wrappers
-from kvferry.pool.store import Bools, Outcome, Ranges, Slices
+from kvferry.pool.store import Bools, Outcome, Slices
 from kvferry.pool.wrappers import HEADER_BYTES, CheckedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
@@ -43,7 +43,7 @@ class PlainStore:
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
         return np.array([key in self.objects for key in keys], dtype=bool)
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         for key, ranges in zip(keys, objects, strict=True):
             data = bytearray()
             for at, size in zip(ranges.address.tolist(), ranges.length.tolist(), strict=True):
@@ -146,7 +146,7 @@ class Host:
     def put(self, key: str, data: bytes) -> Outcome:
         self.memory[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         half = len(data) // 2
-        ranges = Ranges(np.array([0, half]) + self.base, np.array([half, len(data) - half]))
+        ranges = Slices.whole(np.array([0, half]) + self.base, np.array([half, len(data) - half]))
         return self.store.put([key], [ranges], soon())[0]
 
     def get(self, key: str, *parts: tuple[int, int]) -> tuple[Outcome, bytes]:
@@ -197,7 +197,7 @@ def test_batches(count: int) -> None:
     before = host.memory.copy()
     one: Any = np.array([size], dtype=np.int64)
     keys = [f"k{i}" for i in range(count)]
-    ranges = [Ranges(np.array([host.base + i * size]), one) for i in range(count)]
+    ranges = [Slices.whole(np.array([host.base + i * size]), one) for i in range(count)]
     assert host.store.put(keys, ranges, soon()) == [Outcome.DONE] * count
     host.memory[:] = 0
     zero = np.zeros(1, dtype=np.int64)

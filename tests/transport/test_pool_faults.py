@@ -313,9 +313,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) ->
 SAVE_POINTS = [
     "rank.RankScope.my_turn",
     "rank.RankScope.keys",
-    "rank.RankScope.objects",
     "rank.object_keys",
-    "objects.ObjectMemory.addresses",
+    "objects.ObjectMemory.blocks",
     "fence",
 ]
 

@@ -18,7 +18,7 @@ from dir_store import DirStore, FaultyStore
 from kvferry.carriers.base import Memory, MemoryRegion
 from kvferry.errors import StoreError, TransferError
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
@@ -95,9 +95,9 @@ class Far:
         self.store = StagedStore(FaultyStore(self.inner, self.faults), self.memory, **options)
         self.store.register([MemoryRegion(self.base, self.host.nbytes)])
 
-    def ranges(self, at: int, size: int) -> Ranges:
+    def ranges(self, at: int, size: int) -> Slices:
         half = np.array([size // 2, size - size // 2], dtype=np.int64)
-        return Ranges(self.base + at + np.array([0, size // 2]), half)
+        return Slices.whole(self.base + at + np.array([0, size // 2]), half)
 
     def slices(self, at: int, size: int) -> Slices:
         """Backwards, in three parts, so that nothing is contiguous."""
@@ -147,7 +147,7 @@ def test_only_what_is_whole_reaches_the_device(far: Far) -> None:
 
 def test_outside_of_registered_memory(far: Far) -> None:
     """One object of a batch; the others go on."""
-    good, bad = far.ranges(0, 10), Ranges(np.array([far.base - 5]), np.array([10]))
+    good, bad = far.ranges(0, 10), Slices.whole(np.array([far.base - 5]), np.array([10]))
     assert far.store.put(["x", "y"], [bad, good], soon()) == [Outcome.FAILED, Outcome.DONE]
     end = far.base + far.host.nbytes - 5
     beyond = Slices(np.array([0]), np.array([end]), np.array([10]))
@@ -285,7 +285,7 @@ def test_buffers_that_grow(tmp_path: Path, monkeypatch: Any) -> None:
         return array
 
     def put(key: str, size: int) -> list[Outcome]:
-        return store.put([key], [Ranges(np.array([base]), np.array([size]))], soon())
+        return store.put([key], [Slices.whole(np.array([base]), np.array([size]))], soon())
 
     monkeypatch.setattr(np, "empty", remembered)
     inner.refuses = True

@@ -27,7 +27,7 @@ from kvferry.pool.embedded import device
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
 from waiting import require_for, wait_until
 
@@ -310,13 +310,13 @@ def cache_and_store(
     return cache, inner, store
 
 
-def blocks(cache: np.ndarray, numbers: range) -> list[Ranges]:
+def blocks(cache: np.ndarray, numbers: range) -> list[Slices]:
     layers = cache.ctypes.data + np.arange(LAYERS, dtype=np.int64) * (OBJECTS * PAGE)
     size = np.full(LAYERS, PAGE, dtype=np.int64)
-    return [Ranges(layers + n * PAGE, size) for n in numbers]
+    return [Slices.whole(layers + n * PAGE, size) for n in numbers]
 
 
-def whole(objects: list[Ranges]) -> list[Slices]:
+def whole(objects: list[Slices]) -> list[Slices]:
     offset = np.arange(LAYERS, dtype=np.int64) * PAGE
     return [Slices(offset, ranges.address, ranges.length) for ranges in objects]
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvferry.carriers.base import MemoryRegion
 from kvferry.cli.main import app
 from kvferry.pool.embedded.store import EmbeddedStore
-from kvferry.pool.store import Outcome, Ranges
+from kvferry.pool.store import Outcome, Slices
 
 runner = CliRunner()
 
@@ -31,7 +31,7 @@ def test_commands(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     store.access(keys, deadline)
     for key in keys:
-        assert store.put([key], [Ranges(address, length)], deadline) == [Outcome.DONE]
+        assert store.put([key], [Slices.whole(address, length)], deadline) == [Outcome.DONE]
     where = ["--dir", str(directory)]
 
     values = json.loads(runner.invoke(app, ["pool", "stats", *where, "--json"]).stdout)

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.pool.mooncake import lists, parts_of
 from kvferry.pool.scheduler import SaveJob, SaveRate
-from kvferry.pool.store import AlikeRanges, AlikeSlices, Ranges, Slices
+from kvferry.pool.store import AlikeSlices, Slices
 
 
 def plainly_whole(wanted: Slices) -> bool:
@@ -57,8 +57,12 @@ def test_parts(alike: bool) -> None:
 
 def test_lists() -> None:
     one, other = np.arange(3), np.arange(3) + 7
-    alike = AlikeRanges(np.arange(12).reshape(4, 3), one)
-    unlike = [Ranges(one, other), Ranges(other[:2], one[:2]), Ranges(one[:0], one[:0])]
+    alike = AlikeSlices(np.cumsum(one) - one, np.arange(12).reshape(4, 3), one)
+    unlike = [
+        Slices.whole(one, other),
+        Slices.whole(other[:2], one[:2]),
+        Slices.whole(one[:0], one[:0]),
+    ]
     for objects in (alike, unlike):
         assert lists(objects) == (
             [o.address.tolist() for o in objects],

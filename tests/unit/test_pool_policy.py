@@ -119,7 +119,7 @@ def test_bad_traces(tmp_path: Path) -> None:
 
 def test_ghosts_give_way(tmp_path: Path) -> None:
     """History is bounded: many more keys than records, and the newest are known."""
-    store = EmbeddedStore(tmp_path, 1 << 20, slots=256, threads=1)
+    store = EmbeddedStore(tmp_path, 1 << 20, slots=256)
     soon = time.monotonic() + 30
     for first in range(0, 4000, 40):
         store.access([f"k{n}" for n in range(first, first + 40)], soon)

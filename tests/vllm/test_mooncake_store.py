@@ -20,7 +20,7 @@ from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.errors import StoreError
 from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
-from kvferry.pool.store import Outcome, Ranges, Slices
+from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import CheckedStore
 from waiting import wait_until
 
@@ -105,8 +105,8 @@ def memory(store: MooncakeStore) -> np.ndarray:
 def test_ranges_of_objects(store: MooncakeStore, memory: np.ndarray) -> None:
     base = memory.ctypes.data
     objects = [
-        Ranges(base + ints(0, 5 * MIB, MIB), ints(1000, 70_000, 3)),
-        Ranges(base + ints(2 * MIB), ints(MIB)),
+        Slices.whole(base + ints(0, 5 * MIB, MIB), ints(1000, 70_000, 3)),
+        Slices.whole(base + ints(2 * MIB), ints(MIB)),
     ]
     assert store.put(["a", "b"], objects, soon()) == [Outcome.DONE] * 2
     assert store.exists(["a", "nothing", "b"], soon()).tolist() == [True, False, True]
@@ -152,7 +152,10 @@ def test_checksums_of_our_own(store: MooncakeStore) -> None:
     base, region = int(whole.ctypes.data), MemoryRegion(int(whole.ctypes.data), whole.nbytes)
     checked = CheckedStore(store, HostMemory([region]), stage_bytes=MIB, buffers=1)
     checked.register([region])
-    objects = [Ranges(base + ints(0, 200_000), ints(100_000, 5)), Ranges(ints(base), ints(77))]
+    objects = [
+        Slices.whole(base + ints(0, 200_000), ints(100_000, 5)),
+        Slices.whole(ints(base), ints(77)),
+    ]
     assert checked.put(["sum/a", "sum/b"], objects, soon()) == [Outcome.DONE] * 2
     wanted = [
         Slices(ints(99_000, 10), base + MIB + ints(0, 2000), ints(1005, 20)),
@@ -188,7 +191,7 @@ def test_records_and_removal(store: MooncakeStore) -> None:
 def test_a_full_pool(store: MooncakeStore, memory: np.ndarray) -> None:
     base = memory.ctypes.data
     keys = [f"full/{n}" for n in range(12)]
-    outcomes = store.put(keys, [Ranges(ints(base), ints(8 * MIB))] * 12, soon())
+    outcomes = store.put(keys, [Slices.whole(ints(base), ints(8 * MIB))] * 12, soon())
     assert set(outcomes) == {Outcome.DONE, Outcome.FULL}
     there = store.exists(keys, soon()).tolist()
     assert there == [outcome is Outcome.DONE for outcome in outcomes]
@@ -209,7 +212,7 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
     assert not release.is_set() and store.calls.hanging == 1
     # whatever uses blocks stays until the client has ended, past any deadline
     for move, parts in (
-        (store.put, [Ranges(ints(0), ints(1))]),
+        (store.put, [Slices.whole(ints(0), ints(1))]),
         (store.get, [Slices(ints(0), ints(0), ints(1))]),
     ):
         release.clear()
@@ -224,13 +227,13 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 
 def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Master) -> None:
     base = memory.ctypes.data
-    assert store.put(["before"], [Ranges(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
+    assert store.put(["before"], [Slices.whole(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
     master.kill()
     begun = time.monotonic()
     with pytest.raises(StoreError):
         store.exists(["before"], soon(3))
     with pytest.raises(StoreError):
-        store.put(["during"], [Ranges(ints(base), ints(MIB))], soon(3))
+        store.put(["during"], [Slices.whole(ints(base), ints(MIB))], soon(3))
     wanted = [Slices(ints(0), ints(base + 8 * MIB), ints(MIB))]
     with pytest.raises(StoreError):
         store.get(["before"], wanted, soon(3))
@@ -240,7 +243,7 @@ def test_a_master_that_dies(store: MooncakeStore, memory: np.ndarray, master: Ma
     outcome = None
     while outcome is not Outcome.DONE and time.monotonic() < until:
         with contextlib.suppress(StoreError):
-            outcome = store.put(["after"], [Ranges(ints(base), ints(MIB))], soon(3))[0]
+            outcome = store.put(["after"], [Slices.whole(ints(base), ints(MIB))], soon(3))[0]
         time.sleep(0.2)
     assert outcome is Outcome.DONE
     memory[8 * MIB :] = 0
@@ -257,14 +260,14 @@ import sys, time
 import numpy as np
 from kvferry.pool.mooncake import MooncakeStore
 from kvferry.pool.mooncake import MooncakeStoreConfig
-from kvferry.pool.store import Ranges
+from kvferry.pool.store import Slices
 from kvferry.carriers.base import MemoryRegion
 store = MooncakeStore(MooncakeStoreConfig(
     {store.config.master_server_address!r}, mode="standalone-store", global_segment_size=0,
     local_buffer_size=16 << 20, local_hostname="127.0.0.1"))
 memory = np.arange({MIB} // 8, dtype=np.int64).view(np.uint8)
 store.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-one = Ranges(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
+one = Slices.whole(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
 print("ready", flush=True)
 for n in range(100):
     keys = [f"killed/{{n}}/{{k}}" for k in range(4)]
@@ -292,7 +295,7 @@ for n in range(100):
                 seen += 1
         store.remove(keys, soon())
     assert seen, "nothing was written before the kill: this test saw nothing"
-    assert store.put(["alive"], [Ranges(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
+    assert store.put(["alive"], [Slices.whole(ints(base), ints(MIB))], soon()) == [Outcome.DONE]
 
 
 def test_no_master() -> None:

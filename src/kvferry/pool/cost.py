@@ -4,25 +4,17 @@
 Both costs are learned from what this engine does anyway, as `fixed + slope * size` seconds:
 
 - *computing*: a step that is mostly prefill, by its tokens. A step begins when the scheduler sends
-  it, or when the step before it is over, if that is later: engines send steps ahead. So time in
-  which the engine has nothing to do counts for nothing. A step that computes nothing is over at
-  once, though the engine may hear of it when it has told the device of the next one, which takes a
-  processor 30 ms where there are no CUDA graphs. A request needs one step in any case. After
-  a load of the whole prompt that is a step of one token, which engines run much faster (as a CUDA
-  graph), so steps that decode are learned too. A step of 16 tokens may take as long as one of 500,
-  so what steps of each size took is remembered, however many of other sizes come after them; the
-  line is for sizes that were not seen. Attention makes later tokens of a long prompt
-  dearer, and a prompt may need several steps: for long prompts the estimate is too low, which means
-  that in doubt they are computed.
-- *loading*: the seconds of the slowest rank, by bytes over all ranks. Loads share a bus. A load
-  waits for what is under way, so the queue's bytes are added to its own. For the same reason, only
-  a load that leaves nothing under way teaches something: it took as long as all loads that ended
-  while it ran.
+  it, or when the step before it is over, if that is later. A request needs one step in any case.
+  After a load of the whole prompt that is a step of one token, which engines run much faster (as a
+  CUDA graph), so steps that decode are learned too. A step of 16 tokens may take as long as one of
+  500, so what steps of each size took is remembered; the line is for sizes that were not seen. For
+  long prompts the estimate is too low, which means that in doubt they are computed.
+- *loading*: the seconds of the slowest rank, by bytes over all ranks. A load waits for what is
+  under way, so the queue's bytes are added to its own. For the same reason, only a load that leaves
+  nothing under way teaches something: it took as long as all loads that ended while it ran.
 
 Until enough is known of both, everything is loaded. Later, a load that seems too slow is let
 through when there was none for a while: the store may have become faster.
-
-The scheduler's thread calls all methods. They do a few operations on small arrays, and never wait.
 """
 
 from __future__ import annotations

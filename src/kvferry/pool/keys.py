@@ -3,27 +3,22 @@
 
     kvferry1 / tenant / namespace / layout / part / content
 
-The *namespace* is a digest of everything that must be equal for bytes to have the same meaning:
-tenant, model fingerprint, the facts that engines compare at a handshake, weight revision. The
-*layout* is the id of a record that says where in the object each byte lies; engines of other shapes
-read it. The *part* is the writer's block table and rank. The *content* is a digest of every token
-on which the block's bytes depend. `PoolKey` is such a name.
+The *namespace* is a digest of everything that must be equal for bytes to have the same meaning. The
+*layout* is the id of a record that says where in the object each byte lies. The *part* is the
+writer's block table and rank. The *content* is a digest of every token on which the bytes depend.
 
 Which tokens. A block of a target model depends on the tokens up to its end. An Eagle or MTP layer
 combines the hidden state of token i with token i + 1, so its block depends on `ahead` tokens more.
 A block table that such a layer shares is keyed by these tokens too, or two prompts that differ
 right after the block would exchange its bytes.
 
-Content hashes. A digest covers all tokens of a prefix, so equal digests mean equal prefixes, and a
-block's digest names all blocks before it. LoRA and cache salt come first in the hashed stream; an
-image comes where its placeholder tokens begin. A token is four bytes below `MARK`; anything else is
-`MARK`, its length and its bytes, so that nothing can pass for something else. Digests depend on
-content and block size alone, not on PYTHONHASHSEED or the process. They are extended as tokens
-come. One pass hashes 128,000 tokens in about 10 ms, on a thread for which no step waits.
+Content hashes. A digest covers all tokens of a prefix, so a block's digest names all blocks before
+it. LoRA and cache salt come first in the hashed stream; an image comes where its placeholder tokens
+begin. A token is four bytes below `MARK`; anything else is `MARK`, its length and its bytes, so
+that nothing can pass for something else. One pass hashes 128,000 tokens in about 10 ms.
 
 Digests are BLAKE2b. Users choose the content and may search for collisions. A fast hash that does
 not resist them (xxh3, vLLM's own seeded hashes) would let one user's prompt hit another's cache.
-With 192 bits, a birthday attack takes 2^96 steps.
 """
 
 from __future__ import annotations
@@ -118,14 +113,10 @@ class PoolKey:
         """What the keys of all blocks of a fragment begin with."""
         return f"{key_metadata.root}/{layout_id}/{fragment.name}/"
 
-    @staticmethod
-    def build_key_string(prefix: str, chunk_hash: str) -> str:
-        return prefix + chunk_hash
-
     def to_string(self) -> str:
         """The key as stores know it."""
         prefix = self.build_prefix(self.key_metadata, self.layout_id, self.fragment)
-        return self.build_key_string(prefix, self.chunk_hash)
+        return prefix + self.chunk_hash
 
 
 def object_keys(
@@ -133,7 +124,7 @@ def object_keys(
 ) -> list[str]:
     """Keys of many blocks of one fragment: `PoolKey`s as text, of which only the ends differ."""
     prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
-    return [PoolKey.build_key_string(prefix, content) for content in contents]
+    return [prefix + content for content in contents]
 
 
 MARK = 0xFFFFFFFF  # no token has this id

@@ -5,13 +5,11 @@
 the writer's shape, and the layout of each of its ranks. Its id is a digest of these. So engines of
 one shape share an id, and a damaged record is noticed. Ranks that hold the same bytes of a table
 (replicated heads, latents) form one *fragment*, named after the first of them. They write its
-blocks in turns. A record also says how many tokens after a block each draft group's bytes depend on
-(`ahead`), because readers make the same keys from it.
+blocks in turns.
 
 **Reading** (`ReadPlan`). For each layout in the pool, a rank plans once, as if the writer were
 another engine. A read binds the plan to tokens. The writer's blocks are numbered by their place in
-the sequence, so a source address is an object and an offset in it. The result is one list of slices
-for each object, with only the bytes that are needed.
+the sequence, so a source address is an object and an offset in it.
 
 **The registry** (`LayoutRegistry`). A namespace has a fixed number of index slots. A writer puts
 its record under the layout's id, and the id into the first free slot. Nothing is ever changed, so

@@ -5,38 +5,28 @@ A thread with its own store (`kvferry-lookup`) turns tokens into content hashes,
 batched question about all fragments in all known layouts, and finds the hit. Any error of the store
 is a miss, and counted. Between questions, the thread keeps our own layout published, and checks
 whether blocks that routers know of still exist (`EvictionWatch`). Where the store's index is this
-host's memory, which nothing waits for (`at_once`), the scheduler's thread asks it by itself if the
-other thread does not: an answer takes less time than two threads need to take the interpreter's
-lock from each other.
+host's memory (`at_once`), the scheduler's thread asks it by itself if the other thread does not:
+that takes less time than two threads need to take the interpreter's lock from each other.
 
-The scheduler asks once per step. The first time, the question is passed on. The answer is `None`
-while the thread works, and a miss once the deadline has passed. A step that computes nothing may
-wait for an answer (`wait_answered`): otherwise the engine would take the interpreter's lock from
-the thread, again and again, to find that there is nothing to do.
+The scheduler asks once per step. The answer is `None` while the thread works, and a miss once the
+deadline has passed.
 
     the thread dies                     another one opens a store, and takes over what waits
     the thread is stuck in the store    lookups are misses at once, until it comes back
     past its deadline
-    the store is still being opened     the same, once that takes longer than a lookup may: opening
-                                        Mooncake's store can take a minute
-
-**Evictions.** A store evicts without a message. An engine that told a router about a block has to
-notice by itself that the block is gone. So the thread asks for these blocks in turn, some at a
-time, and the scheduler's thread takes those that are gone and tells the router once.
+    the store is still being opened     the same, once that takes longer than a lookup may
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -67,7 +57,7 @@ FRESH_SECONDS = 1.0
 # and the interpreter's lock is free. A long prompt takes longer to begin. Its last block is loaded
 # later still, and its saves begin after that.
 TELL_SECONDS, TELL_TOKEN_SECONDS = 0.005, 0.5e-6
-LATE_SECONDS, MOST_UNTOLD = 0.5, 64  # then even if questions wait
+MOST_UNTOLD = 64  # then even if questions wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +182,7 @@ class Lookups:
             self._thread.join(CLOSE_SECONDS)
 
     def _keep_running(self) -> None:
-        """Start the thread, at first and where it died. If none can be started, questions wait for
-        the next try until their deadlines."""
+        """Start the thread, at first and where it died. If none can be started, questions wait."""
         if self._thread.is_alive() or self._closed:
             return
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
@@ -225,12 +214,12 @@ class Lookups:
 
     def _run(self) -> None:
         try:
-            untold: list[tuple[float, int, LookupQuestion]] = []  # a heap: when to tell
-            numbers = itertools.count()
+            untold: deque[tuple[float, LookupQuestion]] = deque()  # when to tell the store of each
             while not self._closed:
                 now = time.monotonic()
-                if untold and (now > untold[0][0] + LATE_SECONDS or len(untold) > MOST_UNTOLD):
-                    self._tell(heappop(untold)[2])
+                due = bool(untold) and now >= untold[0][0] and self._queue.empty()
+                if due or len(untold) > MOST_UNTOLD:
+                    self._tell(untold.popleft()[1])
                 busy = self._at_once and now < self._asked_at + IDLE_SECONDS
                 if busy and now > self._registry.refreshed_at + TEND_SECONDS:
                     self._tend()
@@ -241,11 +230,9 @@ class Lookups:
                     asked = self._queue.get(timeout=seconds)
                 except Empty:
                     if untold:
-                        self._tell(heappop(untold)[2])
-                    else:
-                        self._tend()
-                    continue
-                if asked is None:  # a new namespace, or the end
+                        continue
+                    asked = None
+                if asked is None:  # nothing to do, a new namespace, or the end
                     if not self._closed:
                         self._tend()
                     continue
@@ -256,7 +243,7 @@ class Lookups:
                         asked.answer = answer
                     self._answered.set()
                 after = TELL_SECONDS + TELL_TOKEN_SECONDS * asked.count if self._at_once else 0.0
-                heappush(untold, (time.monotonic() + after, next(numbers), asked))
+                untold.append((time.monotonic() + after, asked))
         finally:
             self._busy_until = self._opening_since = None
             with self._using:
@@ -345,9 +332,8 @@ class Lookups:
         return answer
 
     def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
-        """Whether no layout has the first block of this sequence. Where a group keeps all tokens,
-        every hit needs it, unless the engine has it itself. So most new prompts cost one question,
-        however long they are."""
+        """Whether no layout has the first block of this sequence, which every hit needs where a
+        group keeps all tokens. So most new prompts cost one question, however long they are."""
         chain, layouts, keys = asked.chain, asked.registry.layouts, list[str]()
         full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
         if not full:
@@ -434,11 +420,8 @@ def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
 
 
 def _stale(asked: LookupQuestion, now: float) -> bool:
-    """Whether an answer is too old to promise anything.
-
-    An answer that the scheduler did not take in time is asked for once more. The second answer
-    counts however slow the scheduler's steps are, or a request could wait for ever.
-    """
+    """Whether an answer is too old to promise anything. The second answer to a question counts
+    however slow the scheduler's steps are, or a request could wait for ever."""
     if asked.answer is None or asked.answer.failed:
         return False
     if asked.given_at is None:

@@ -3,28 +3,18 @@
 
 A put hands the ranges of all objects to the client in one call. A get reads whole objects by one
 call as well; for parts it opens a session (one question to the master), reads ranges straight into
-their places, and ends it. Nothing is copied on our side. The client reconnects by itself when its
-master comes back; objects that the old master knew are misses then.
+their places, and ends it. The client reconnects by itself when its master comes back.
 
 The client's calls take no deadline and may block for seconds when the master is gone. Calls that
 move no blocks run in `LateCalls`. Calls that move blocks run on the caller's thread until they end,
 however long that takes: a late put would store another request's bytes under this request's key,
 and a late get would overwrite another request's cache.
 
-Mooncake keeps no checksums: a byte that flips in its memory is not seen here. Lengths are checked,
-and an object is readable only after it was put whole.
-
 `MooncakeStoreConfig` comes from the JSON file that `MOONCAKE_CONFIG_PATH` names, or from
 `MOONCAKE_*` variables, which win over the file. A variable is the field in capitals
-(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set:
-`MOONCAKE_MASTER`, `MOONCAKE_DEVICE`, `MOONCAKE_TE_META_DATA_SERVER`.
-Sizes are written as 80GB, 512 MB or a number of bytes; as in Mooncake and vLLM, a GB is 2^30 bytes.
-A file that names no protocol means rdma, as it does to vLLM; variables alone mean tcp. null means
-that the key is not there, and unknown keys are named once in the log.
-
-Others must reach this process under the name that it gives itself: vLLM's
-MOONCAKE_REQUESTER_LOCAL_HOSTNAME, a `local_hostname`, VLLM_HOST_IP, or else the address from which
-this host reaches the master. A host's own name often means 127.0.1.1.
+(`MOONCAKE_GLOBAL_SEGMENT_SIZE=80GB`), or Mooncake's own name for it, which wins where both are set.
+As in Mooncake and vLLM, a GB is 2^30 bytes. A file that names no protocol means rdma, as it does to
+vLLM; variables alone mean tcp.
 """
 
 from __future__ import annotations
@@ -50,7 +40,7 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError, install_command
 from kvferry.net.names import source_address
-from kvferry.pool.store import Alike, Bools, Outcome, Ranges, Slices, batch_parts
+from kvferry.pool.store import AlikeSlices, Bools, Outcome, Slices, batch_parts
 from kvferry.units import parse_size
 from kvferry.workers import LateCalls
 
@@ -141,7 +131,7 @@ class MooncakeStore:
         self._require_master("exists", codes)
         return np.asarray([code == 1 for code in codes])
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         if not keys:
             return []
         addresses, lengths = lists(objects)
@@ -521,11 +511,9 @@ def _address_towards(master: str) -> str:
 # objects of 1 MiB, 0.6 ms a load and 0.25 ms a save, which take 10 to 15 ms.
 
 
-def lists(
-    objects: Sequence[Ranges] | Sequence[Slices],
-) -> tuple[list[list[int]], list[list[int]]]:
+def lists(objects: Sequence[Slices]) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and lengths of each object's ranges."""
-    if isinstance(objects, Alike):
+    if isinstance(objects, AlikeSlices):
         return objects.address.tolist(), [objects.length.tolist()] * len(objects)
     return [o.address.tolist() for o in objects], [o.length.tolist() for o in objects]
 
@@ -546,23 +534,14 @@ def parts_of(wanted: Sequence[Slices]) -> Parts:
     Where the wanted part is only the object's beginning, the client says so before it writes.
     """
     addresses, lengths = lists(wanted)
-    if isinstance(wanted, Alike):
-        whole = list(range(len(wanted))) if _from_the_start(wanted[:1]) else []
+    if isinstance(wanted, AlikeSlices):
+        whole = list(range(len(wanted))) if _from_the_start(wanted[0]) else []
         return Parts(addresses, lengths, [sum(lengths[0])] * len(wanted), whole)
-    return Parts(addresses, lengths, [sum(one) for one in lengths], _from_the_start(wanted))
+    whole = [at for at, one in enumerate(wanted) if _from_the_start(one)]
+    return Parts(addresses, lengths, [sum(one) for one in lengths], whole)
 
 
-def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
-    """Which of these are contiguous in their object, from its first byte on."""
-    counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
-    some = np.flatnonzero(counts)
-    if len(some) == 0:
-        return []
-    offset = np.concatenate([w.offset for w in wanted])
-    length = np.concatenate([w.length for w in wanted])
-    heads = np.concatenate(([0], np.cumsum(counts[some])[:-1]))
-    follows = np.empty(len(offset), dtype=bool)
-    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
-    follows[heads] = offset[heads] == 0
-    found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
-    return found
+def _from_the_start(wanted: Slices) -> bool:
+    """Whether these parts are contiguous in their object, from its first byte on."""
+    ends = np.cumsum(wanted.length)
+    return len(ends) > 0 and bool((wanted.offset == ends - wanted.length).all())

@@ -25,7 +25,7 @@ from kvferry.layout.shape import EngineShape, Span
 from kvferry.plan.bind import Binder, Bound
 from kvferry.plan.cover import everything_plan
 from kvferry.plan.pieces import Piece
-from kvferry.pool.store import BlockAddresses
+from kvferry.pool.store import AlikeSlices
 
 REGION_SHIFT = 44  # an address in this module is region << 44 | offset
 MANY_BLOCKS = 1 << 40  # an object's block id is its block number in the sequence
@@ -57,9 +57,11 @@ class ObjectMemory:
     def object_bytes(self) -> int:
         return int(self.lengths.sum())
 
-    def addresses(self, bases: Ints, block_ids: Ints) -> BlockAddresses:
-        """Of each range of each block."""
-        return BlockAddresses(bases[self.regions] + self.offsets, self.strides, block_ids)
+    def blocks(self, bases: Ints, block_ids: Ints) -> AlikeSlices:
+        """The memory of these blocks, each of them an object."""
+        first = bases[self.regions] + self.offsets
+        addresses = first[None, :] + block_ids[:, None] * self.strides[None, :]
+        return AlikeSlices(self.starts, addresses, self.lengths)
 
     def position(self, regions: Ints, offsets: Ints) -> Ints:
         """Offsets in the object of bytes of block 0."""

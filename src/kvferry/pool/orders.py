@@ -95,8 +95,9 @@ def _plain(event: str, meaning: str) -> tuple[str, PoolMetric]:
     return event, PoolMetric(meaning, {event: ""})
 
 
-def _outcomes(what: str, outcomes: str) -> dict[str, str]:
-    return {f"{what}_{outcome}": outcome for outcome in outcomes.split()}
+def _labelled(name: str, events: str, outcomes: str, meaning: str) -> tuple[str, PoolMetric]:
+    """A metric whose events are `events` with each outcome behind it."""
+    return name, PoolMetric(meaning, {f"{events}_{one}": one for one in outcomes.split()})
 
 
 # All counters, by metric. Metrics show each from the start, so that alerts find their series.
@@ -109,12 +110,11 @@ METRICS: Mapping[str, PoolMetric] = dict(
         _plain("lookup_refused", "Lookups that were not asked, because the store is stuck"),
         _plain("lookup_keys", "Keys that lookups asked the store for"),
         _plain("hit_tokens", "Tokens that loads were ordered for"),
-        (
+        _labelled(
             "loads_declined",
-            PoolMetric(
-                "Requests with a hit that were computed instead",
-                _outcomes("declined", "short slower queued"),
-            ),
+            "declined",
+            "short slower queued",
+            "Requests with a hit that were computed instead",
         ),
         _plain("loads", "Loads that ended, by rank"),
         _plain("load_failures", "Loads that did not bring all, by rank"),
@@ -122,31 +122,28 @@ METRICS: Mapping[str, PoolMetric] = dict(
         _plain("load_hung", "Loads that the store did not end in time, by rank"),
         _plain("loaded_bytes", "Bytes that loads brought, all ranks"),
         _plain("load_bad_objects", "Objects that loads ended without, all ranks"),
-        (
+        _labelled(
             "load_objects",
-            PoolMetric(
-                "Objects that loads asked the store for, all ranks",
-                _outcomes("load", "done missing corrupt failed"),
-            ),
+            "load",
+            "done missing corrupt failed",
+            "Objects that loads asked the store for, all ranks",
         ),
         _plain("save_jobs", "Jobs of saves that the scheduler ordered"),
         _plain("save_postponed", "Steps in which too much was pinned for another save"),
         _plain("save_dropped", "Jobs of saves that were not tried, by rank"),
         _plain("save_errors", "Jobs of saves that raised, by rank"),
         _plain("saved_bytes", "Bytes that saves stored, all ranks"),
-        (
+        _labelled(
             "save_objects",
-            PoolMetric(
-                "Objects of saves, all ranks",
-                _outcomes("save", "done exists known declined full failed"),
-            ),
+            "save",
+            "done exists known declined full failed",
+            "Objects of saves, all ranks",
         ),
-        (
+        _labelled(
             "layouts",
-            PoolMetric(
-                "Records of layouts that were written or read",
-                _outcomes("layouts", "published unpublished missing refused"),
-            ),
+            "layouts",
+            "published unpublished missing refused",
+            "Records of layouts that were written or read",
         ),
     )
 )

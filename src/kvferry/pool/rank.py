@@ -4,15 +4,12 @@
 `tell` gives it the scope (keys, our own layout, records of others). `save` and `load` start work.
 `take` returns what has ended. Every save and every load is reported exactly once.
 
-**Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. The scheduler
-keeps them pinned until every rank has reported the job. A rank reports a job only when the store no
-longer reads the blocks' memory. A step may still compute them: the thread waits for its end, or the
-device does, and the store prepares all of it meanwhile (`FencedStore`). A rank writes its own
-fragment of each block, unless a replica has the turn or the store has the object already. An object
-is stored whole or not at all. A block with a failed fragment is never found, because a lookup asks
-for all fragments. If the store is full, slow or broken, the thread leaves it alone for a while,
-twice as long each time. Jobs that come meanwhile are reported at once, with nothing saved, and
-counted.
+**Saving** (`Saver`, one thread). A job names whole blocks whose tokens are final. A rank reports a
+job only when the store no longer reads the blocks' memory, which stays pinned until then. A step
+may still compute them: the thread waits for its end, or the device does (`FencedStore`). A rank
+writes its own fragment of each block, unless a replica has the turn or the store has the object. If
+the store is full, slow or broken, the thread leaves it alone for a while, twice as long each time.
+Jobs that come meanwhile are reported at once, with nothing saved.
 
 **Loading** (`Loader`, several threads). A load is cut into chunks of tokens, and each chunk is read
 on its own. An object that is missing, short or damaged is reported with its first token, and no
@@ -66,8 +63,6 @@ from kvferry.pool.orders import (
     TableBlocks,
 )
 from kvferry.pool.store import (
-    AlikeRanges,
-    AlikeSlices,
     Fence,
     FencedStore,
     Outcome,
@@ -117,11 +112,6 @@ class RankScope:
         fragment = self.layout.owner[table, self.rank]
         return object_keys(self.metadata, self.layout.id, fragment, contents)
 
-    def objects(self, table: int, block_ids: Ints) -> AlikeRanges:
-        """Memory of this rank's blocks."""
-        template = self.memory[table]
-        return AlikeRanges(template.addresses(self.bases, block_ids), template.lengths)
-
     def own_blocks(self, segment: Segment, tables: Sequence[Ints]) -> WantedParts | None:
         """Whole blocks of a layout that is ours too, as this rank would save them. None: they must
         be planned."""
@@ -138,13 +128,11 @@ class RankScope:
             return None
         if self.null_block is not None and bool((ids == self.null_block).any()):
             return None
-        memory, numbers = self.memory[kind.table], range(first, last)
-        addresses = memory.addresses(self.bases, ids)
         return WantedParts(
             [self.layout.owner[kind.table, self.rank]] * len(ids),
-            list(numbers),
-            [number * span for number in numbers],
-            AlikeSlices(memory.starts, addresses, memory.lengths),
+            list(range(first, last)),
+            list(range(segment.start, segment.stop, span)),
+            self.memory[kind.table].blocks(self.bases, ids),
         )
 
 
@@ -211,8 +199,7 @@ class PoolRank:
         self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Leave the processor to loads and saves that are under way until one has ended, or so
-        long."""
+        """Leave the processor to loads and saves under way until one has ended, or so long."""
         if self._loader.running or self._saver.running:
             self._ended.wait(seconds)
 
@@ -234,6 +221,7 @@ class PoolRank:
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
+STORED = (Outcome.DONE, Outcome.EXISTS)
 
 
 class Saver:
@@ -282,7 +270,7 @@ class Saver:
         self._closed = True
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Stop. The store's current call gets this long to end."""
+        """The store's current call gets this long to end."""
         self.stop()
         self._threads.close()
         self._threads.join(seconds)
@@ -347,52 +335,46 @@ class Saver:
             known = self._store.exists(keys, deadline)
             require_answers(known, keys)
         self._counters.add("save_known", int(known.sum()))
-        new = np.flatnonzero(~known)
+        new, object_bytes = np.flatnonzero(~known), scope.memory[blocks.table].object_bytes
         failed: set[tuple[int, int]] = set()
         for start in range(0, len(new), self._most):
             some = new[start : start + self._most]
             names = [keys[i] for i in some.tolist()]
-            objects = scope.objects(blocks.table, ids[mine[some]])
+            objects = scope.memory[blocks.table].blocks(scope.bases, ids[mine[some]])
             if self._closed or time.monotonic() >= deadline:
                 outcomes = [Outcome.FAILED] * len(names)
             else:
-                asked_bytes = len(names) * scope.memory[blocks.table].object_bytes
-                put = StoreOperation("save_put", len(names), asked_bytes)
+                put = StoreOperation("save_put", len(names), len(names) * object_bytes)
                 with self._counters.operation(put):
                     if self._fenced is not None and fence is not None:
-                        over, begun = fence.waited, time.monotonic() - fence.began
+                        before = fence.waited
                         outcomes = self._fenced.put_after(names, objects, deadline, fence)
-                        put.waited = 0.0 if over else max(0.0, fence.waited - begun)
+                        put.waited = fence.waited - before
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
-                    put.failed = sum(o not in (Outcome.DONE, Outcome.EXISTS) for o in outcomes)
+                    put.failed = sum(o not in STORED for o in outcomes)
             counts = Counter(outcomes)
             for outcome, count in counts.items():
                 self._counters.add(f"save_{outcome.value}", count)
-            if counts[Outcome.DONE] + counts[Outcome.EXISTS] < len(outcomes):
-                failed |= {
-                    (blocks.table, int(numbers[mine[place]]))
-                    for place, outcome in zip(some.tolist(), outcomes, strict=True)
-                    if outcome not in (Outcome.DONE, Outcome.EXISTS)
-                }
-            object_bytes = scope.memory[blocks.table].object_bytes
             self._counters.add("saved_bytes", counts[Outcome.DONE] * object_bytes)
             self._put += counts[Outcome.DONE]
-            if Outcome.FULL in outcomes or Outcome.FAILED in outcomes:
+            lost = [at for at, o in zip(some.tolist(), outcomes, strict=True) if o not in STORED]
+            broken = counts[Outcome.FULL] + counts[Outcome.FAILED] > 0
+            if broken:
                 self._pause()  # the rest would fail too
-                left = new[start + self._most :]
-                failed |= {(blocks.table, n) for n in numbers[mine[left]].tolist()}
+                lost += new[start + self._most :].tolist()
+            failed |= {(blocks.table, number) for number in numbers[mine[lost]].tolist()}
+            if broken:
                 break
         return failed
 
 
 class _TimedFence:
-    """A fence that knows for how long its job had not more to do than to wait for it."""
+    """A fence that knows for how long it was waited for."""
 
     def __init__(self, fence: Fence) -> None:
-        self._fence, self.began = fence, time.monotonic()
-        self.waited = 0.0  # since it was made, until the step was over
+        self._fence, self.waited = fence, 0.0
 
     @property
     def ready(self) -> Ready:
@@ -401,12 +383,7 @@ class _TimedFence:
     def wait(self) -> None:
         before = time.monotonic()
         self._fence.wait()
-        now = time.monotonic()
-        if not self.waited and now - before > LEAST_WAIT_SECONDS:  # it was not over before
-            self.waited = now - self.began
-
-
-LEAST_WAIT_SECONDS = 0.0005  # that say more than how busy the interpreter is
+        self.waited += time.monotonic() - before
 
 
 def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:
@@ -428,9 +405,8 @@ class Pace:
 
     @classmethod
     def of(cls, store: Store) -> Pace:
-        """A device that copies by itself needs few threads: they only take the interpreter's lock
-        from each other, and from the engine. Its store cuts loads and puts into parts that overlap.
-        """
+        """Threads of a device that copies by itself only take the interpreter's lock from each
+        other, and from the engine. Its store cuts loads and puts into parts that overlap."""
         if not isinstance(store, FencedStore):
             return cls()
         return cls(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
@@ -463,8 +439,8 @@ class Loader:
         self._ended = ended or threading.Event()
         self._store, self._counters, self._pace = store, counters, Pace.of(store)
         self._running: set[_Running] = set()
-        self._done: deque[PoolLoaded] = deque()
-        self._recovered: deque[str] = deque()
+        self._done: list[PoolLoaded] = []
+        self._recovered: list[str] = []
         self._changed = threading.Condition()
         self._closed = False
         self._crew = Threads("kvferry-load", self._pace.threads, most_stuck=MOST_LOST_THREADS)
@@ -502,15 +478,13 @@ class Loader:
                 self._report(replace(_failure(running.order, why), hung=True))
                 for chunk in running.chunks:  # other loads must not wait behind these
                     self._crew.give_up(chunk)
-            done = list(self._done)
-            self._done.clear()
+            done, self._done = self._done, []
             return done
 
     def take_recovered(self) -> list[str]:
         """Requests whose hung loads have ended after all. Their blocks may be reused."""
         with self._changed:
-            recovered = list(self._recovered)
-            self._recovered.clear()
+            recovered, self._recovered = self._recovered, []
             return recovered
 
     def stop(self) -> None:
@@ -621,7 +595,7 @@ class Loader:
         if time.monotonic() >= deadline:
             raise KvferryError("the load's deadline has passed")
         sizes = sizes_of(wanted.slices)
-        get = StoreOperation("load_get", len(keys), sum(sizes))
+        get = StoreOperation("load_get", len(keys), int(sizes.sum()))
         with self._counters.operation(get):
             outcomes = self._store.get(keys, wanted.slices, deadline)
             require_answers(outcomes, keys)
@@ -630,13 +604,9 @@ class Loader:
             self._counters.add(f"load_{outcome.value}", count)
         if not get.failed:
             return _Chunk(get.bytes)
-        moved, bad = 0, []
-        for outcome, start, size in zip(outcomes, wanted.starts, sizes, strict=True):
-            if outcome is Outcome.DONE:
-                moved += size
-            else:
-                bad.append((segment.group, start, outcome.value))
-        return _Chunk(moved, tuple(bad))
+        done = np.array([outcome is Outcome.DONE for outcome in outcomes])
+        bad = [(segment.group, wanted.starts[i], outcomes[i].value) for i in np.flatnonzero(~done)]
+        return _Chunk(int(sizes[done].sum()), tuple(bad))
 
 
 def _wanted_keys(
@@ -656,7 +626,7 @@ def _wanted_keys(
                 prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
                 named[fragment] = prefix, contents[layout_id, fragment.table]
             prefix, digests = named[fragment]
-        keys.append(PoolKey.build_key_string(prefix, digests[block]))
+        keys.append(prefix + digests[block])
     return keys
 
 

@@ -4,24 +4,19 @@
 A request is tracked from its first lookup to its end, through chunked prefill, preemption and
 abort.
 
-- *match*: how many tokens beyond the local ones the pool has, in whole blocks. The last token is
-  among them only if the engine computes it again: one has to be computed. `None` while the lookup
-  is under way. 0 where computing is faster (`kvferry.pool.cost`), which is counted once the request
-  has blocks.
+- *match*: how many tokens beyond the local ones the pool has, in whole blocks. `None` while the
+  lookup is under way. 0 where computing is faster (`kvferry.pool.cost`).
 - *load*: ordered once the request has blocks. After a failed load, the request never matches again.
   A load is over when every rank has ended it, even if its request is gone. If it hangs on a rank,
-  the store may still write into its blocks. They stay pinned, in quarantine, until the last rank
+  the store may still write into its blocks: they stay pinned, in quarantine, until the last rank
   has ended it.
-- *save*: a block of tokens is ordered in the step that makes its last token final, or later where a
-  draft model's bytes depend on tokens after the block: once these are known. Only the engine
-  knows when a recurrent state is whole, and names its block then. Blocks are pinned until every
-  rank has reported the job. Where too many would be pinned, only some are ordered, and the request
-  tries again in its next step, at last when it is over. What does not fit then is not saved.
-- *reset*: the weights have changed. Blocks computed before are never saved under the new namespace:
-  neither those of running requests, nor those that the engine keeps and hits again.
+- *save*: a block of tokens is ordered in the step that makes its last token final, or once the
+  tokens are known on which a draft model's bytes depend. Only the engine knows when a recurrent
+  state is whole, and names its block then. Blocks are pinned until every rank has reported the job.
+  Where too many would be pinned, the request tries again in its next step, at last when it is over.
+- *reset*: the weights have changed. Blocks computed before are never saved under the new namespace.
 
-The scheduler's thread calls all methods. They take plain values, and never wait for the store,
-except for `wait_for_lookup`.
+The scheduler's thread calls all methods. They never wait for the store, except `wait_for_lookup`.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from math import lcm
 from typing import Any, Literal
@@ -40,7 +34,7 @@ from typing import Any, Literal
 from kvferry.layout.model import Residency
 from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
-from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, PoolKey
+from kvferry.pool.keys import ContentChain, Extra, KeyMetadata, object_keys
 from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, Lookups
 from kvferry.pool.objects import TableKind, block_span
@@ -103,9 +97,7 @@ class PoolScheduler:
 
         full_residency       the engine keeps every block, also of layers with a window
         computes_last_again  where all tokens of a sequence were loaded, the engine computes the
-                             last one again. States would advance twice; and a chunk, or a window
-                             that begins at a block's end, needs a block for it that no token after
-                             it needs, so that it is not loaded
+                             last one again (not with states, which would advance twice)
         """
         self.layout, self._ranks = ours, ranks
         groups = ours.model.groups
@@ -144,8 +136,8 @@ class PoolScheduler:
     def keys_of(self, table: int, contents: Sequence[str]) -> list[list[str]]:
         """For each of these blocks, the keys of all its fragments in our layout."""
         fragments = [f for f in self.layout.fragments if f.table == table]
-        key = partial(PoolKey, self.metadata, self.layout.id)
-        return [[key(f, content).to_string() for f in fragments] for content in contents]
+        columns = [object_keys(self.metadata, self.layout.id, f, contents) for f in fragments]
+        return [list(keys) for keys in zip(*columns, strict=True)]
 
     def _tell(self, layouts: dict[str, PoolLayout]) -> None:
         """Send ranks the layout records that they lack."""
@@ -345,8 +337,7 @@ class PoolScheduler:
         """A request is over. Its pinned blocks stay pinned until their jobs have ended.
 
         If it still has its blocks, those whose saves were postponed are ordered now, though more
-        may be pinned than otherwise: they would be lost. Only tokens count that a step was told to
-        compute; the engine's own count may include some that were still being loaded. The last
+        may be pinned than otherwise. Only tokens count that a step was told to compute. The last
         token was sampled, and its place may hold what a rejected draft left there.
         """
         tracker = self._trackers.pop(request_id, None)
@@ -565,15 +556,13 @@ class SaveJob:
 
 
 # What the store saves in this time is no burden, however much of the cache it is: a running request
-# has its blocks in any case. A device's store may need longer than that: its rate is that of what
-# is left when a step ends.
+# has its blocks in any case.
 SOON_SECONDS = 0.1
 HEALTHY_SECONDS = 2.0  # of the oldest job, its step included; a store that takes longer may hang
 
 
 class SaveRate:
-    """Blocks that a rank can save in a time: the best of the last jobs, as jobs may have to wait
-    for the interpreter. A store that ends none has no rate."""
+    """Blocks that a rank can save in a time: the best of the last jobs."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=8)

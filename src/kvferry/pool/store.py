@@ -34,89 +34,36 @@ MOST_RECORD_BYTES = 64 << 20  # of `put_bytes`: a layout of thousands of ranks h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ranges:
-    """Local memory that makes up one object, in the object's order."""
-
-    address: Ints
-    length: Ints
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Slices:
-    """Parts of one object, and where they go: `length[i]` bytes at `offset[i]` to `address[i]`."""
+    """Parts of one object in local memory: `length[i]` bytes of it, from `offset[i]` on, lie at
+    `address[i]`, or go there."""
 
     offset: Ints
     address: Ints
     length: Ints
 
-
-class BlockAddresses:
-    """Where the ranges of blocks lie, which is worked out for those blocks that are asked for: what
-    a part of a load needs is there before the rest is known."""
-
-    __slots__ = ("_block_ids", "_first", "_strides")
-
-    def __init__(self, first: Ints, strides: Ints, block_ids: Ints) -> None:
-        """Of each range: its address in block 0, and the distance to the next block's."""
-        self._first, self._strides, self._block_ids = first, strides, block_ids
-
-    def __len__(self) -> int:
-        return len(self._block_ids)
-
-    def __getitem__(self, at: slice) -> BlockAddresses:
-        return BlockAddresses(self._first, self._strides, self._block_ids[at])
-
-    def rows(self) -> Ints:
-        rows: Ints = self._first[None, :] + self._block_ids[:, None] * self._strides[None, :]
-        return rows
+    @classmethod
+    def whole(cls, address: Ints, length: Ints) -> Slices:
+        """All of an object, in its own order."""
+        return cls(np.cumsum(length) - length, address, length)
 
 
-class Alike:
-    """Memory of objects that are alike: `address` has a row for each object."""
+class AlikeSlices(Sequence[Slices]):
+    """The same `Slices` of each object: `address` has a row for each of them."""
 
-    __slots__ = ("_address", "length", "offset")
-
-    def __init__(self, offset: Ints, address: Ints | BlockAddresses, length: Ints) -> None:
-        """The offset in its object and the length of each range of a row."""
-        self.offset, self._address, self.length = offset, address, length
-
-    @property
-    def address(self) -> Ints:
-        if isinstance(self._address, BlockAddresses):
-            self._address = self._address.rows()
-        return self._address
+    def __init__(self, offset: Ints, address: Ints, length: Ints) -> None:
+        self.offset, self.address, self.length = offset, address, length
 
     def __len__(self) -> int:
-        return len(self._address)
-
-
-class AlikeRanges(Alike, Sequence[Ranges]):
-    """`Ranges` of whole objects."""
-
-    def __init__(self, address: Ints | BlockAddresses, length: Ints) -> None:
-        super().__init__(np.cumsum(length) - length, address, length)
-
-    @overload
-    def __getitem__(self, at: int) -> Ranges: ...
-    @overload
-    def __getitem__(self, at: slice) -> AlikeRanges: ...
-    def __getitem__(self, at: int | slice) -> Ranges | AlikeRanges:
-        if isinstance(at, slice):
-            return AlikeRanges(self._address[at], self.length)
-        return Ranges(self.address[at], self.length)
-
-
-class AlikeSlices(Alike, Sequence[Slices]):
-    """The same `Slices` of each object."""
+        return len(self.address)
 
     @overload
     def __getitem__(self, at: int) -> Slices: ...
     @overload
     def __getitem__(self, at: slice) -> AlikeSlices: ...
     def __getitem__(self, at: int | slice) -> Slices | AlikeSlices:
-        if isinstance(at, slice):
-            return AlikeSlices(self.offset, self._address[at], self.length)
-        return Slices(self.offset, self.address[at], self.length)
+        made = AlikeSlices if isinstance(at, slice) else Slices
+        return made(self.offset, self.address[at], self.length)
 
 
 class Outcome(Enum):
@@ -134,17 +81,13 @@ class Store(Protocol):
         """Memory that objects are put from and got into."""
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        """One request came: its keys in prefix order, whether they are here or not.
-
-        Eviction learns from this, so the caller tells it once per request and fragment (one rank's
-        objects of one group), before it gets or puts the request's objects. Never raises: a store
-        that has no use for it does nothing.
-        """
+        """One request came: its keys of one fragment (one rank's objects of one table) in prefix
+        order, whether they are here or not. Eviction learns from this. Never raises."""
 
     def exists(self, keys: Sequence[str], deadline: float) -> Bools: ...
 
     def put(
-        self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float
+        self, keys: Sequence[str], objects: Sequence[Slices], deadline: float
     ) -> list[Outcome]: ...
 
     def get(
@@ -180,17 +123,17 @@ class FencedStore(Store, Protocol):
     the device computes."""
 
     def put_after(
-        self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float, fence: Fence
+        self, keys: Sequence[str], objects: Sequence[Slices], deadline: float, fence: Fence
     ) -> list[Outcome]:
-        """As `put`; the objects' bytes are final from the fence on. It is waited for even if that
-        takes longer than the deadline: the device has its orders."""
+        """As `put`; the objects' bytes are final from the fence on, which is waited for even past
+        the deadline: the device has its orders."""
 
 
-def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> list[bool]:
+def inside(regions: RegionTable, parts: Sequence[Slices]) -> list[bool]:
     """Whether the memory of each object is registered."""
     if not len(parts):
         return []
-    if isinstance(parts, Alike):
+    if isinstance(parts, AlikeSlices):
         address, length = parts.address.reshape(-1), np.tile(parts.length, len(parts))
     else:
         address = np.concatenate([p.address for p in parts])
@@ -202,11 +145,11 @@ def inside(regions: RegionTable, parts: Sequence[Ranges] | Sequence[Slices]) -> 
     return [regions.first_outside(p.address, p.length) < 0 for p in parts]
 
 
-def sizes_of(objects: Sequence[Ranges] | Sequence[Slices]) -> list[int]:
+def sizes_of(objects: Sequence[Slices]) -> Ints:
     """Bytes of each object."""
-    if isinstance(objects, Alike):
-        return [int(objects.length.sum())] * len(objects)
-    return [int(one.length.sum()) for one in objects]
+    if isinstance(objects, AlikeSlices):
+        return np.full(len(objects), objects.length.sum(), dtype=np.int64)
+    return np.array([one.length.sum() for one in objects], dtype=np.int64)
 
 
 def batch_parts(

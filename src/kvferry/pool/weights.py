@@ -12,22 +12,13 @@
     unknown    a random name: the engine shares with no other engine, nor with itself after a
                restart
 
-To read large files whole would take minutes. Samples alone would miss a change between them, so the
-time of the last change counts too. Copies of unnamed weights therefore share caches only if the
-copy kept that time (`cp -p`, `rsync -t`, images).
-
 **LoRA adapters.** An adapter's *digest* covers its weights, its `adapter_config.json`, and the
-engine's settings that change what it computes. The pool's keys and the tickets of a hand-over
-contain it. The scheduler's process takes it once, when the engine first serves the adapter, and it
-is valid until the engine ends. Copies of the files have the same digest. Name and number are not in
-it: on another engine they may mean other files. Files that change in place under a running engine,
-or that differ between its hosts, are the operator's mistake.
+engine's settings that change what it computes. The scheduler's process takes it once, when the
+engine first serves the adapter. Name and number are not in it: on another engine they may mean
+other files. vLLM knows an adapter by its number, and keeps the files that it first loaded under it.
+So these adapters have no digest, and the caches of their requests are not shared:
 
-vLLM knows an adapter by its number. It keeps the files that it first loaded under a number, unless
-a request says to load them in place, which vLLM then does in every step. So these adapters have no
-digest, and the caches of their requests are not shared:
-
-- an adapter that is loaded in place;
+- an adapter that is loaded in place: vLLM reads its files in every step;
 - all adapters of a number that has come with two paths: vLLM may have loaded either;
 - an adapter whose path is not a folder with weights and configuration on this machine.
 
@@ -272,10 +263,7 @@ class Asked:
 
 
 class Adapters:
-    """The adapters of one engine.
-
-    settings  the engine's settings that change what adapters compute (`adapter_settings`)
-    """
+    """The adapters of one engine with these `adapter_settings`."""
 
     def __init__(self, settings: str = "") -> None:
         self._settings = settings
@@ -284,10 +272,8 @@ class Adapters:
         self._threads = Threads("kvferry-lora", 1)
 
     def ask(self, request: Any, seconds: float = math.inf) -> Asked | None:
-        """Ask for the adapter of a vLLM request; None if it has none.
-
-        Every request must come here when it arrives, shared or not: the first request of a number
-        decides which files the number stands for.
+        """Ask for the adapter of a vLLM request, when it arrives; None if it has none. The first
+        request of a number decides which files the number stands for.
 
         seconds  after which an adapter that is still being read counts as `NOT_SHARED`
         """

@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores over another store: `StagedStore` for a cache on a device, `CheckedStore` for checksums.
 
-StagedStore moves a device's memory through buffers that the device reaches fast:
+StagedStore moves a device's memory through buffers of the host:
 
     put    the device gathers whole objects into a buffer; the store takes them from there
     get    the store fills a buffer with the wanted parts; the device scatters those that are DONE
 
-Buffers are plain memory; the device crosses the bus by pinned chunks of its own. Each call has a
-buffer to itself, from a few. A call that gets no buffer by its deadline fails, and nothing was
-moved. Only parts that the store calls DONE are ever written to the device. A store must be done
-with a buffer when its call ends, in any way: the embedded one and Mooncake's are.
-`close` closes the store first, which may give up waiting for calls. Buffers and the device's
-staging memory are freed after the last call that uses any of them.
+Each call has a buffer to itself, from a few; without one by its deadline it fails, and nothing was
+moved. A store must be done with a buffer when its call ends: the embedded one and Mooncake's are.
+Buffers and the device's staging memory are freed after the last call that uses any of them.
 
 CheckedStore adds checksums to a store that keeps none: each object lies behind a header that proves
 it.
 
     magic 8 `KVFSUM01`   length 8   xxh3 8, of the bytes   xxh3 8, of these 24   zeros up to 64
 
-A put gathers whole objects into a buffer, and stores them with their headers. A get reads the
-headers, then whole objects into a buffer, and brings the wanted parts of the right ones to their
-place. The others are CORRUPT: nothing of them is moved, and they are removed, because no engine
-saves an object that exists. The key seeds both checksums, so one key's bytes under another key are
-wrong, too. This has a price: ranges cannot be proven alone, so whole objects are read where a
-reader of another shape wants a part; and objects that a store moves without a copy (Mooncake) are
-copied and hashed by the host. Objects with headers and objects without are never in one namespace.
+A get reads the headers, then whole objects into a buffer, and brings the wanted parts of the right
+ones to their place. The others are CORRUPT: nothing of them is moved, and they are removed, because
+no engine saves an object that exists. The key seeds both checksums, so one key's bytes under
+another key are wrong, too. Objects with headers and objects without are never in one namespace.
 """
 
 from __future__ import annotations
@@ -46,7 +40,6 @@ from kvferry.pool.store import (
     Bools,
     Ints,
     Outcome,
-    Ranges,
     Slices,
     Store,
     batch_parts,
@@ -84,8 +77,8 @@ class StagedStore:
         self._registered.extend(regions)
         self._regions = RegionTable.of(self._registered)
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
-        sizes = _sizes(objects)
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
+        sizes = sizes_of(objects)
 
         def put_some(part: list[int]) -> list[Outcome]:
             some = [objects[i] for i in part]
@@ -93,22 +86,22 @@ class StagedStore:
 
         return self._in_parts(sizes, self._inside(objects), put_some)
 
-    def _inside(self, parts: Sequence[Ranges] | Sequence[Slices]) -> list[Outcome]:
+    def _inside(self, parts: Sequence[Slices]) -> list[Outcome]:
         """FAILED for objects whose memory is not registered; DONE, so far, for others."""
         good = inside(self._regions, parts)
         return [Outcome.DONE if one else Outcome.FAILED for one in good]
 
     def _put_some(
-        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+        self, keys: Sequence[str], objects: Sequence[Slices], sizes: Ints, deadline: float
     ) -> list[Outcome]:
         total = int(sizes.sum())
         with self._buffer(total, deadline) as buffer:
             self._gather(objects, buffer[:total])
             begin = buffer.ctypes.data + np.cumsum(sizes) - sizes
-            ranges = [Ranges(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
+            ranges = [Slices.whole(begin[k : k + 1], sizes[k : k + 1]) for k in range(len(keys))]
             return self._store.put(keys, ranges, deadline)
 
-    def _gather(self, objects: Sequence[Ranges], into: Bytes) -> None:
+    def _gather(self, objects: Sequence[Slices], into: Bytes) -> None:
         self._memory.gather(
             np.concatenate([o.address for o in objects]),
             np.concatenate([o.length for o in objects]),
@@ -116,7 +109,7 @@ class StagedStore:
         )
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        sizes = _sizes(wanted)
+        sizes = sizes_of(wanted)
 
         def get_some(part: list[int]) -> list[Outcome]:
             some, lengths = [wanted[i] for i in part], sizes[part]
@@ -251,7 +244,7 @@ class CheckedStore(StagedStore):
     """A `Store` that stores objects with checksums, over one without."""
 
     def _put_some(
-        self, keys: Sequence[str], objects: Sequence[Ranges], sizes: Ints, deadline: float
+        self, keys: Sequence[str], objects: Sequence[Slices], sizes: Ints, deadline: float
     ) -> list[Outcome]:
         heads = HEADER_BYTES * len(keys)
         with self._buffer(heads + int(sizes.sum()), deadline) as buffer:
@@ -268,7 +261,7 @@ class CheckedStore(StagedStore):
                 place[:] = np.frombuffer(header, dtype=np.uint8)
                 where = [place.ctypes.data, bodies.ctypes.data + end - size]
                 ranges.append(
-                    Ranges(np.array(where), np.array([HEADER_BYTES, size], dtype=np.int64))
+                    Slices.whole(np.array(where), np.array([HEADER_BYTES, size], dtype=np.int64))
                 )
             return self._store.put(keys, ranges, deadline)
 
@@ -331,7 +324,7 @@ class CheckedStore(StagedStore):
         deadline: float,
     ) -> list[Outcome]:
         """Whole objects into a buffer, checked; the wanted parts, in order, behind them."""
-        sizes = _sizes(wanted)
+        sizes = sizes_of(wanted)
         total = int(lengths.sum())
         with self._buffer(total + int(sizes.sum()), deadline) as buffer:
             begins = np.cumsum(lengths) - lengths
@@ -365,10 +358,6 @@ def _packed(wanted: Slices, begin: int) -> Slices:
     """The same parts, one after another from `begin` on; neighbours in the object are one part."""
     offset, length = joined(wanted.offset, wanted.length)
     return Slices(offset, begin + np.cumsum(length) - length, length)
-
-
-def _sizes(parts: Sequence[Ranges] | Sequence[Slices]) -> Ints:
-    return np.array(sizes_of(parts), dtype=np.int64)
 
 
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:

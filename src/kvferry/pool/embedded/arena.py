@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory tier: one file in shared memory, mapped by every process, cut into extents.
 
-The records alone say which extents are taken. The gaps between them are kept beside, as a shared
-list that can be made again at any time (`find_gaps`), so no crash can lose memory or hand it out
-twice. An extent is contiguous, because a reader then needs one address. Where evictions leave no
-gap that is long enough, `cheapest_window` names neighbours whose loss costs least.
-
-The arena takes memory from the system in steps, before it is touched: a full /dev/shm is an error
-here, and not a bus error later. Offsets and lengths come from memory that other processes write.
-Each is checked against the length that this process has mapped, which was the file's own when it
-was opened.
+The records alone say which extents are taken. The gaps between them are a shared list that can be
+made again at any time (`find_gaps`), so no crash can lose memory or hand it out twice. The arena
+takes memory from the system in steps, before it is touched: a full /dev/shm is an error here, and
+not a bus error later. Offsets and lengths come from memory that other processes write, so each is
+checked against the length that this process has mapped.
 
 An object in the arena or on disk is an image: a header that proves itself, then the bytes.
 
@@ -23,11 +19,9 @@ An object in the arena or on disk is an image: a header that proves itself, then
     the key, and zeros up to a multiple of 64
 
 `serve` copies parts of an object to where a reader wants them, and checks the chunks that they lie
-in, without the rest. It hashes bytes right after it has copied them, while they are in the cache:
-that is faster than the other way round (84 % of memcpy against 72 %), because a copy reads memory
-better than a hash does. A chunk is checked once all wanted parts of it were copied, and not before.
-So the bytes that have landed are those that were written, or the outcome is CORRUPT and the caller
-does not use its destination.
+in: each once all its wanted parts were copied, while they are in the processor's cache. That is
+faster than the other way round (84 % of memcpy against 72 %). Bytes that have landed are those that
+were written, or the outcome is CORRUPT and the caller does not use its destination.
 """
 
 from __future__ import annotations
@@ -140,9 +134,8 @@ class Arena:
 
     def _first_gap(self, size: int) -> int:
         """Number of the first gap of at least `size` bytes, or -1."""
-        fits = self._index.gap_bytes[: self._index.gaps] >= size
-        at = int(fits.argmax()) if len(fits) else -1
-        return at if at >= 0 and fits[at] else -1
+        fits = np.flatnonzero(self._index.gap_bytes[: self._index.gaps] >= size)
+        return int(fits[0]) if len(fits) else -1
 
     def _shorten(self, at: int, size: int) -> None:
         index = self._index
@@ -150,10 +143,8 @@ class Arena:
         index.gap_bytes[at] -= size
         if index.gap_bytes[at] == 0:  # the last one takes its place
             last = index.gaps - 1
-            index.gap_offset[at], index.gap_bytes[at] = (
-                index.gap_offset[last],
-                index.gap_bytes[last],
-            )
+            for gaps in (index.gap_offset, index.gap_bytes):
+                gaps[at] = gaps[last]
             index.gaps = last
 
     def _grow(self, size: int) -> bool:
@@ -175,14 +166,13 @@ class Arena:
         return False
 
     def back(self, first: int, size: int) -> bool:
-        """Have the system give memory to so many bytes from the beginning, which takes a while; and
-        map those from `first` on.
+        """Have the system give memory to so many bytes from the beginning, which takes a while, and
+        map those from `first` on. False: the system has none.
 
-        Needs no lock: nothing uses that memory before `take_backed`. False: the system has none.
+        Needs no lock: nothing uses that memory before `take_backed`.
         """
         # Mapped in this process as well, so that registering it with a device takes no page faults
-        # (20 GiB/s against 2.4); by several threads, as the system empties pages where they are
-        # asked for. Older kernels cannot, and need not.
+        # (20 GiB/s against 2.4); by several threads, because the system zeroes the pages.
         page, end = mmap.PAGESIZE, self.backed()
         first, last = first // page * page, -(-size // page) * page
         step = -(-(last - first) // (BACK_THREADS * page)) * page
@@ -405,14 +395,6 @@ def open_image(image: memoryview) -> Image | None:
     return Image(key, size, length, chunk_bytes, sums)
 
 
-def begins_image(head: bytes) -> bool:
-    """Whether a file that begins like this is an image, or one whose beginning was never written.
-
-    The digest in front may be anything; a file system that lost power shows zeros or an early end.
-    """
-    return not head.strip(b"\0") or head[8:12] == _MAGIC.to_bytes(4, "little")
-
-
 @dataclass(frozen=True, slots=True)
 class WantedObject:
     """The parts of one object that a caller wants."""
@@ -424,12 +406,8 @@ class WantedObject:
 
 
 def analyse(wanted: Sequence[Slices]) -> list[WantedObject]:
-    """The wanted parts of each object.
-
-    Everything that does not depend on a single object is found out here, once for the batch, in
-    whole arrays. Objects that are wanted in the usual form (parts of one length, one after another)
-    are then copied and checked by a few calls each; others cost some microseconds more.
-    """
+    """The wanted parts of each object. What can be found out in whole arrays is found out here, so
+    that an object costs a few calls more."""
     counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
     result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right where nothing is wanted
     some = np.flatnonzero(counts)
@@ -467,13 +445,8 @@ def serve(
     if need is None:
         return Outcome.DONE if image.check(data) else Outcome.CORRUPT
     if not 0 <= need.begin <= need.end <= image.length:
-        _log.warning(
-            "%s has %d bytes; %d to %d were asked for",
-            image.key,
-            image.length,
-            need.begin,
-            need.end,
-        )
+        found, wanted = image.length, (need.begin, need.end)
+        _log.warning("%s has %d bytes; %s were asked for", image.key, found, wanted)
         return Outcome.FAILED
     if need.begin == need.end:
         return Outcome.DONE

@@ -8,10 +8,9 @@
           their places; then this process compares the hashes with the headers, and looks whether
           the records are still the same
 
-The processor moves no byte of an object (`carriers/cuda/bus.py`). What cannot go this way goes
-through buffers, as a `StagedStore` does it: objects on disk, objects that went while they were
-read, objects whose length a device does not hash, and all of them where the bus fails. Damaged
-objects go that way too, which finds them damaged and removes them.
+What cannot go this way (`carriers/cuda/bus.py`) goes through buffers, as in a `StagedStore`:
+objects on disk, objects that went while they were read or are damaged, objects whose length a
+device does not hash, and all of them where the bus fails.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from kvferry.errors import KvferryError, TransferError, text_of
 from kvferry.pool.embedded.arena import CHUNK_BYTES
 from kvferry.pool.embedded.store import EmbeddedStore, Granted, Lent
 from kvferry.pool.store import (
-    Alike,
+    AlikeSlices,
     Bools,
     Fence,
     Ints,
     Outcome,
-    Ranges,
     Slices,
     inside,
     sizes_of,
@@ -80,17 +78,17 @@ class DeviceStore(StagedStore):
         except KvferryError as error:
             log.warning("the pool's first transfer will be slow: %s", error)
 
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         return self.put_after(keys, objects, deadline, None)
 
     def put_after(
         self,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        objects: Sequence[Slices],
         deadline: float,
         fence: Fence | None,
     ) -> list[Outcome]:
-        sizes = np.array(sizes_of(objects), dtype=np.int64)
+        sizes = sizes_of(objects)
         if not len(keys) or not takes(sizes, CHUNK_BYTES):
             return self._put_buffered(keys, objects, deadline, fence)
         outcomes: list[Outcome] = []
@@ -122,7 +120,7 @@ class DeviceStore(StagedStore):
     def _put_buffered(
         self,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        objects: Sequence[Slices],
         deadline: float,
         fence: Fence | None,
     ) -> list[Outcome]:
@@ -177,7 +175,7 @@ class _Put:
         self,
         store: EmbeddedStore,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        objects: Sequence[Slices],
         sizes: Ints,
         good: Sequence[bool],
         deadline: float,
@@ -222,25 +220,19 @@ class _Put:
         self._open.close()
 
 
-def _objects(
-    place: Ints, size: Ints, parts: Sequence[Ranges] | Sequence[Slices], which: Ints
-) -> BusObjects:
+def _objects(place: Ints, size: Ints, parts: Sequence[Slices], which: Ints) -> BusObjects:
     """Those parts that are named, with the places of their objects on the host."""
     count = len(which)
-    if isinstance(parts, Alike):
+    if isinstance(parts, AlikeSlices):
         runs = np.full(count, len(parts.length))
         offset, length = np.tile(parts.offset, count), np.tile(parts.length, count)
         return BusObjects(place, size, runs, offset, parts.address[which].reshape(-1), length)
     some = [parts[i] for i in which.tolist()]
-    offsets = [
-        one.offset if isinstance(one, Slices) else np.cumsum(one.length) - one.length
-        for one in some
-    ]
     return BusObjects(
         place,
         size,
         np.array([len(one.length) for one in some], dtype=np.int64),
-        np.concatenate(offsets),
+        np.concatenate([one.offset for one in some]),
         np.concatenate([one.address for one in some]),
         np.concatenate([one.length for one in some]),
     )
@@ -259,7 +251,7 @@ def _arrived(lent: Lent, which: Ints, crossing: Crossing) -> Ints:
 
 def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
     """Which of these want parts, all inside of their object, whose length a device hashes."""
-    if isinstance(wanted, Alike):
+    if isinstance(wanted, AlikeSlices):
         spans = np.tile(_span(wanted), (len(which), 1))
     else:
         spans = np.array([_span(wanted[i]) for i in which.tolist()], dtype=np.int64).reshape(-1, 2)
@@ -275,7 +267,7 @@ def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Int
     if not len(which):
         return
     hashes = hashes_of(lent.length[which], CHUNK_BYTES)
-    if isinstance(wanted, Alike):
+    if isinstance(wanted, AlikeSlices):
         runs = np.full(len(which), len(wanted.length))
     else:
         runs = np.array([len(wanted[i].length) for i in which.tolist()], dtype=np.int64)
@@ -284,7 +276,7 @@ def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Int
         yield which[first:last]
 
 
-def _span(parts: Slices | Alike) -> list[int]:
+def _span(parts: Slices | AlikeSlices) -> list[int]:
     """The lowest offset, and the end of the highest part."""
     low = int(parts.offset.min(initial=0))
     return [low, int((parts.offset + parts.length).max(initial=0))]

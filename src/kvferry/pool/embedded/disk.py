@@ -1,38 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier: one file per object, named by its key's hash, the same image as in memory.
 
-A file appears under its name only when all its bytes are written (another name, then rename), and
-leaves by unlink. Nothing is synced: after a loss of power a file may be short or wrong, which its
-header, its size and its checksums show. The directory may hold other things. Only names that this
-module gives (32 hexadecimal digits in the folder of their first two, parts with two numbers) are
-looked at, and of those only a file that begins like an image, or is empty, is ever removed.
+A file appears under its name only when all its bytes are written (another name, then rename).
+Nothing is synced: after a loss of power a file may be short or wrong, which its header, its size
+and its checksums show. The directory may hold other things. Only names that this module gives (32
+hexadecimal digits in the folder of their first two, parts with two numbers) are looked at. Two
+stores must not share a directory: they would remove each other's files as left behind.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
-file without a record takes room that no process knows of. There are two reasons for one: the index
-is new (the host was restarted), and the files are those of the last one, which get records now; or
-a process was killed between a record's change and its file's removal, and they are removed.
+file without a record takes room that no process knows of. Either the index is new (the host was
+restarted), and the file gets a record now; or a process was killed between a record's change and
+its file's removal, and the file is removed.
 
-So every process that opens the store walks through the directory. That may take minutes, so a
-thread does it beside the store's work (one of its `Calls`). It reads without the lock, and holds
-the lock for one batch at a time, in which it looks at the records again. One process walks at a
-time. The index says whether files still get records (`files_due`). Where the process that began
-with that dies, the next one to open the store begins again, and passes quickly over files that have
-their record by then.
-
-A directory belongs to one store. `DirectoryOwner` keeps a file in it locked, and writes the store's
-identity there: stores in containers with a /dev/shm of their own have one path and are two.
-Processes of one store share the lock. A process of another store is refused, because each store
-would remove the other's files as left behind, and both would fill the disk. Nor may processes of
-one store use two directories, which is what one path means in containers that share memory and not
-the disk: where others have the store open, the lock must be theirs. The kernel drops the lock with
-its last holder, so nothing is left to clean up.
+So every process that opens the store walks through the directory, on a thread, one process at a
+time. The walk reads without the lock, and holds it for one batch at a time. The index says whether
+files still get records (`files_due`). Where the process that began with that ends, the next one to
+open the store begins again, and passes quickly over files that have their record by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -41,24 +30,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.arena import Image, begins_image, header_bytes, open_image
+from kvferry.pool.embedded.arena import Image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
-    Locked,
     Members,
     SharedIndex,
     hash_keys,
     words_of,
 )
-from kvferry.private_files import create_private, private_directory
+from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
@@ -73,15 +60,12 @@ _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
-LOCK_SECONDS = 1.0  # for each try of a walk, so that `close` need not wait long
+LOCK_SECONDS = 10.0  # of a walk: a process holds the lock for microseconds, unless it is stopped
 HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
 class DiskTier:
-    """The files of one directory, and the walk that keeps them and the records in step.
-
-    `used` and `remove_unrecorded` need the store's lock; `locked` takes it.
-    """
+    """The files of one directory. `used` and `remove_unrecorded` need the store's lock."""
 
     def __init__(
         self,
@@ -104,8 +88,8 @@ class DiskTier:
     def write(self, name: str, image: memoryview, still: Callable[[], bool] = lambda: True) -> bool:
         """Whether the whole image is there now; if not, nothing is.
 
-        Where the file is not `still` wanted once it is written, it does not appear: the image may
-        have changed meanwhile, and another process's file may lie under the name.
+        still  whether the file is still wanted once it is written: the image may have changed
+               meanwhile, and another process's file may lie under the name
         """
         target = self.path(name)
         part = self._directory / f"{_TEMPORARY}{self._members.me}-{next(self._numbers)}"
@@ -178,17 +162,6 @@ class DiskTier:
 
     def header(self, name: str) -> Image | None:
         """The header of a file, if it is whole and the file has the size that it says."""
-        head, size = self._beginning(name) or (b"", 0)
-        image = open_image(memoryview(head))
-        return image if image is not None and image.header_bytes + image.length == size else None
-
-    def is_ours(self, name: str) -> bool:
-        """Whether such a file may be an image, or the rest of one after a loss of power."""
-        found = self._beginning(name)
-        return found is not None and begins_image(found[0])
-
-    def _beginning(self, name: str) -> tuple[bytes, int] | None:
-        """As many bytes of a file as a header may have, and the file's size."""
         try:
             fd = self._open(name)
         except OSError:
@@ -196,11 +169,12 @@ class DiskTier:
         try:
             size = os.fstat(fd).st_size
             most = min(header_bytes(_LONGEST_KEY_BYTES, size), _LONGEST_HEADER_BYTES)
-            return os.pread(fd, most, 0), size
+            image = open_image(memoryview(os.pread(fd, most, 0)))
         except OSError:
             return None
         finally:
             os.close(fd)
+        return image if image is not None and image.header_bytes + image.length == size else None
 
     def names(self) -> Iterator[str]:
         """Every file with a name of the store's, folder by folder."""
@@ -253,53 +227,34 @@ class DiskTier:
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
-        """Alone. While another process gives records to files, this one waits to go on with it."""
-        # A `StoreError` says that the store is closed.
-        with contextlib.suppress(StoreError), self._calls:
-            while not self._calls.closing.is_set():
-                with self._members.walking() as alone:
-                    if alone:
-                        self._walk_alone()
-                if alone or self._index.files_due != ADOPT:
-                    break
-                self._calls.closing.wait(LOCK_SECONDS)
+        """Unless another process walks. Where the lock is not free in time, or the store is closed,
+        the rest is left to the next process that opens the store."""
+        try:
+            with self._calls, self._members.walking() as alone:
+                if alone:
+                    self._walk_alone()
+        except StoreError as error:
+            _log.info("disk tier: the walk through its files ends early: %s", error)
 
     def _walk_alone(self) -> None:
-        if not self._patiently(self._clean_dead):
-            return
-        adopting = self._index.files_due == ADOPT
-        step = self._adopt if adopting else self._sweep
-        batches = _batches(self.names())
-        whole = all(self._patiently(partial(step, batch)) for batch in batches)
-        if whole and adopting:
-            self._patiently(self._adopted)
-
-    def _patiently(self, step: Callable[[float], bool]) -> bool:
-        """A step of a walk, once the lock is free for it; whether the walk goes on."""
-        while not self._calls.closing.is_set():
-            try:
-                return step(time.monotonic() + LOCK_SECONDS)
-            except StoreError as error:
-                _log.info("disk tier: the walk through its files tries again: %s", error)
-                self._calls.closing.wait(LOCK_SECONDS)
-        return False
-
-    def _clean_dead(self, deadline: float) -> bool:
-        with self._locked(deadline):  # no process becomes a member without it
+        with self._locked(_lock_deadline()):  # no process becomes a member without it
             self.clean(lambda member: not self._members.alive(member))
-        return True
+        adopting = self._index.files_due == ADOPT
+        for batch in _batches(self.names()):
+            if self._calls.closing.is_set():
+                return
+            if not adopting:
+                self._sweep(batch, _lock_deadline())
+            elif not self._adopt(batch, _lock_deadline()):
+                return
+        if adopting:
+            with self._locked(_lock_deadline()):
+                self._index.files_due = 0
 
-    def _adopted(self, deadline: float) -> bool:
-        with self._locked(deadline):
-            self._index.files_due = 0
-        return True
-
-    def _sweep(self, names: list[str], deadline: float) -> bool:
-        lost = [name for name in self._unrecorded(names) if self.is_ours(name)]
-        if lost:
+    def _sweep(self, names: list[str], deadline: float) -> None:
+        if lost := self._unrecorded(names):
             with self._locked(deadline):
                 self.remove_unrecorded(lost)
-        return True
 
     def _adopt(self, names: list[str], deadline: float) -> bool:
         """Records for the whole files of this batch, up to the capacity; False if that is off."""
@@ -310,7 +265,7 @@ class DiskTier:
             image = self.header(name)
             if image is not None and np.array_equal(hash_keys([image.key]), words_of([name])):
                 whole.append((name, image))
-            elif self.is_ours(name):
+            else:
                 bad.append(name)
         with self._locked(deadline):
             if index.files_due != ADOPT:
@@ -338,101 +293,31 @@ class DiskTier:
         return True
 
 
+def _lock_deadline() -> float:
+    return time.monotonic() + LOCK_SECONDS
+
+
 def _batches(names: Iterator[str]) -> Iterator[list[str]]:
     while batch := list(itertools.islice(names, BATCH_FILES)):
         yield batch
 
 
-def own_directory(directory: Path, has_disk: bool, disk: Path | None, in_use: bool) -> Path | None:
+def own_directory(directory: Path, disk: Path | None) -> Path:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
-
-    A process that looked for the store's files elsewhere, or nowhere, would take all of them for
-    lost, and remove their records. Nor does it move while other processes have it open (`in_use`).
-    """
-    if not has_disk:  # the store says its sizes, where they are not those that were asked for
-        return None
+    A process that looked elsewhere would take all files for lost, and remove their records."""
     link = directory / DISK_LINK
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
-            _log.warning(
-                "the store at %s has its disk tier at %s; that holds, not %s",
-                directory,
-                there,
-                disk or "none",
-            )
+            _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
         return there
-    if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
+    if disk is not None and disk.is_dir():  # it has moved: to there
         link.unlink(missing_ok=True)
         link.symlink_to(disk.absolute())
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
         f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now"
-        + (" when none of the processes that have it open now is left" if in_use else "")
-        + ", or remove the store while no engine uses it"
+        "process; mount it (also in this container), name where it is now, or remove the store "
+        "while no engine uses it"
     )
-
-
-OWNER_FILE = ".kvferry-store"
-OWNER_SECONDS = 5.0  # another process has the file for itself only while it writes a line
-GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
-_PAUSE_S = 0.005
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-class DirectoryOwner(Locked):
-    """Holds a directory for one store until `close`."""
-
-    def __init__(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
-        """`others`: whether other processes have the store open, with its directory."""
-        private_directory(disk)
-        super().__init__(disk / OWNER_FILE)
-        try:
-            self._take(disk, store_id, store, others)
-        except (OSError, StoreError) as error:
-            if isinstance(error, StoreError) or error.errno not in _NO_LOCKS:
-                self.close()
-                raise
-            _log.warning(
-                "disk tier: the file system of %s has no locks (%s); see to it that no other store "
-                "uses this directory",
-                disk,
-                error,
-            )
-
-    def _take(self, disk: Path, store_id: str, store: Path, others: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + OWNER_SECONDS
-        gone_by = time.monotonic() + GOING_SECONDS
-        while True:
-            if self._try(fcntl.LOCK_EX):  # no process has it
-                while others():
-                    if time.monotonic() > gone_by:
-                        raise StoreError(
-                            f"{disk} is not the disk tier of the store at {store} for the "
-                            "processes that have it open, but another directory under its path (in "
-                            f"another container?), or {OWNER_FILE} was removed from it; mount "
-                            "theirs, or end them"
-                        )
-                    time.sleep(_PAUSE_S)
-                os.pwrite(self._fd, line := f"{store_id} {store.absolute()}\n".encode(), 0)
-                os.ftruncate(self._fd, len(line))
-            # Not one step after the other kind: another store may have come between the two.
-            if self._try(fcntl.LOCK_SH):
-                line = os.pread(self._fd, 4096, 0)
-                found, _, where = line.decode(errors="replace").partition(" ")
-                if found == store_id:
-                    return
-                raise StoreError(
-                    f"another store that is in use (at {where.strip() or 'an unknown place'}, on "
-                    f"its host or in its container) keeps its files in {disk}; give each memory "
-                    f"directory a disk_path of its own (this one is {store}), or end the engines "
-                    "that use the other store"
-                )
-            if time.monotonic() > deadline:
-                raise StoreError(
-                    f"{disk / OWNER_FILE} is locked by something else (`fuser` names it); end "
-                    "that, or name another disk_path"
-                )
-            time.sleep(_PAUSE_S)

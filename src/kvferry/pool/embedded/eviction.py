@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of one open store: which object gets an extent, and which objects make way for it.
 
-What goes first is decided by `policy.py`; this carries it out. An object comes in only in place of
+`policy.py` decides what goes first; this carries it out. An object comes in only in place of
 objects that the policy scores lower, else it is declined. With a disk tier it always comes in,
 because the objects that it displaces are not lost. Victims without a copy on disk are written there
 first, without the lock: they stay readable until the file is in place. Victims are chosen without
 the lock too, and looked at again with it.
-
-The first process to open a store decides its sizes, and gives records to the files that its disk
-tier still has (`disk`); others may open the store before that is done.
 
 A process can die at any point. The lock goes with it; `dirty` says that the process held it; states
 with an owner say what it was doing. `mend` undoes the work of dead owners, removes their files, and
 finds the gaps again, from the records.
 
 A living process may have to update the records (give extents back, remove a damaged object) while a
-stopped process holds the lock. No other process can do that for it. So the update is queued, and
-the next thread of this process that gets the lock writes it first.
+stopped process holds the lock. So the update is queued, and the next thread of this process that
+gets the lock writes it first.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.embedded.disk import DISK_LINK, DirectoryOwner, DiskTier, own_directory
+from kvferry.pool.embedded.disk import DISK_LINK, DiskTier, own_directory
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
@@ -114,17 +111,16 @@ class Tiers:
     ) -> None:
         self.members = Members(directory / "members")
         undo.callback(self.members.close)
-        me, others = self.members.me, self.members.others
-        self.index = index = SharedIndex(directory / "index", wanted, others())
+        self.index = index = SharedIndex(directory / "index", wanted, self.members.others())
         undo.callback(index.close)
         self.policy = ConversationPolicy(index.history, index.learned)
         self.arena = Arena(directory / "arena", index)
         undo.callback(self.arena.close)
         if not index.created:
-            disk = own_directory(directory, index.geometry.disk_bytes > 0, disk, others())
+            disk = own_directory(directory, disk) if index.geometry.disk_bytes else None
         self.disk: DiskTier | None = None
         if disk is not None:
-            undo.callback(DirectoryOwner(disk, index.store_id, directory, others).close)
+            private_directory(disk)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()
@@ -136,9 +132,7 @@ class Tiers:
                 link.symlink_to(disk.absolute())
             index.publish()
         else:
-            self._undo({me})  # the last process that had this number
-        # before the directory's lock, because the next process waits for both
-        undo.callback(self.members.close)
+            self._undo({self.members.me})  # the last process that had this number
 
     def close(self) -> None:
         """After the last call."""
@@ -210,25 +204,12 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something is still to be written, with the lock."""
-        return bool(self._updates)
-
-    def settle(self, deadline: float) -> None:
-        """Write what waits for the lock, if anything does."""
-        if self._updates:
-            with self.locked(deadline):
-                pass
-
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
         """Extents for as many wishes as there can be, the most valuable first.
 
-        The rows, each of them once, are GHOST (or DISK) when asked for and stay so until they have
-        their extent. A caller that can do without waits `lock_seconds` for the lock, each time;
-        making room takes its time.
+        lock_seconds  for the lock, each time, of a caller that can do without
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck = 0
@@ -252,22 +233,18 @@ class Tiers:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
 
-    def _wanted(self, wishes: list[Wish]) -> list[Wish]:
-        """Those whose row no other writer has taken meanwhile."""
-        index = self.index
+    def _take(self, wishes: list[Wish]) -> list[Wish]:
+        """One free extent for all of these, in their order, so that one copy moves many objects;
+        else one for each, the most valuable first. Those that found none."""
+        index, left = self.index, list[Wish]()
+        if index.gaps_stale:
+            self.arena.find_gaps()
+        # Another writer may have taken a row meanwhile.
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
         same = index.low[rows] == np.array([wish.low for wish in wishes], dtype=np.uint64)
         same &= index.high[rows] == np.array([wish.high for wish in wishes], dtype=np.uint64)
         same &= index.state[rows] == np.array([wish.before for wish in wishes], dtype=np.uint8)
-        return [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
-
-    def _take(self, wishes: list[Wish]) -> list[Wish]:
-        """One free extent for all of these, in their order, so that one copy moves many objects;
-        else one for each, the most valuable first. Those that found none."""
-        left: list[Wish] = []
-        if self.index.gaps_stale:
-            self.arena.find_gaps()
-        wishes = self._wanted(wishes)
+        wishes = [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
         total = sum(wish.size for wish in wishes)
         offset = self.arena.take(total) if 0 < total <= self.arena.capacity else -1
         if offset >= 0:
@@ -295,15 +272,6 @@ class Tiers:
         index.state[rows] = np.array([wish.state for wish in wishes], dtype=np.uint8)
         for wish, at in zip(wishes, offsets.tolist(), strict=True):
             wish.offset = at
-
-    def back(self, first: int, size: int) -> int:
-        """Have the system give memory to so many bytes of the arena, and map those from `first` on;
-        how many have memory now."""
-        size = min(size, self.arena.capacity)
-        if self.arena.back(first, size):
-            with self.locked(time.monotonic() + OPEN_SECONDS):
-                self.arena.take_backed(size)
-        return self.arena.backed()
 
     def _choose(self, wishes: list[Wish], *, in_a_row: bool) -> Ints:
         """The objects to evict for these wishes. Wishes that are worth less are declined, unless
@@ -413,11 +381,8 @@ class Tiers:
             self._update(write, time.monotonic() + UPDATE_SECONDS)
 
     def claim(self, low: ix.Words, high: ix.Words, batch: Ints) -> Ints:
-        """Records for new keys that come together with those of `batch`; the caller has the lock.
-
-        Where objects have all sixteen slots of a key, the one that is worth least goes, from all
-        tiers. -1 where none of them can.
-        """
+        """As `SharedIndex.claim`; but where objects have all sixteen slots of a key, the one that
+        is worth least goes, from all tiers. -1 where none of them can."""
         index, now = self.index, self.clock()
         rows = index.claim(low, high, now, batch)
         while len(left := np.flatnonzero(rows < 0)):
@@ -461,8 +426,7 @@ class Tiers:
         return count
 
     def discard(self, row: int, generation: int, deadline: float) -> None:
-        """Remove an object that is not what was written, now or as soon as the lock is free: its
-        reader does not wait for a process that is stopped with the lock."""
+        """Remove an object that is not what was written, now or as soon as the lock is free."""
 
         def write() -> None:
             generations = np.array([generation], dtype=np.uint32)

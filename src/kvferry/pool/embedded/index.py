@@ -2,9 +2,8 @@
 """The index of the embedded store: one record per key, in memory that all processes share.
 
 A record lies in one of two buckets of `WAYS` slots that its key's hash names; nothing else points
-to it. So there is no table beside the records that a crash could leave behind: a lookup compares
-the keys of sixteen slots, and a batch of lookups is a handful of NumPy calls without any lock.
-Slots without an object stay as ghosts, the history that eviction learns from, until needed.
+to it. So a crash leaves no table behind, and a batch of lookups is a handful of NumPy calls without
+a lock. Slots without an object stay as ghosts, the history that eviction learns from, until needed.
 
 `state` says what a record is. A process writes a record's fields before the state that makes them
 valid, and changes the state before it drops them. So a process that dies between any two stores
@@ -19,20 +18,13 @@ dead:
 
 `generation` changes when an extent is taken, and when it was given up. A reader that has copied and
 still finds the object in memory, at the same offset and in the same generation, knows that no
-process wrote there meanwhile: also where a process gave the extent up and died before it changed
-the generation.
+process wrote there meanwhile.
 
 Locks are the kernel's, which drops them with the process. `SharedLock` is held for the microseconds
 in which the index changes. A process that dies with it leaves `dirty` set, and the next holder
-mends the records. `Members` locks one byte per process that has the store open, as long as the
-process lives. So whether an owner is alive is a question to the kernel, not to process ids, which
-mean nothing across containers and come again. Both are locks of open file descriptions: two stores
-in one process do not undo each other's. A forked child would share them, and keep them when its
-parent is killed, so it closes them first. Every wait for a lock has a deadline.
-
-Bytes go to and from the mapping by address, so a call that outlives the mapping ends the process.
-`Calls` counts the calls under way; the store unmaps its files after the last one. Threads of the
-store count as calls.
+mends the records. `Members` locks one byte for each process that has the store open, so the kernel
+says whether an owner is alive; process ids mean nothing across containers. Both are locks of open
+file descriptions, which a forked child would keep when its parent is killed, so it closes them.
 """
 
 from __future__ import annotations
@@ -166,14 +158,13 @@ class _Word:
 class SharedIndex:
     """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
 
-    # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
-    # bar; counters follow from word 16 on. A process writes them with the store's lock, except for
-    # some counters, which may miss a few.
+    # Words 0 to 3 are the magic number and the sizes, 12 and 13 the bar; counters follow from word
+    # 16 on. A process writes them with the lock, except for some counters, which may miss a few.
     dirty = _Word(8)  # a process holds the lock, or died with it
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
     gaps_stale = _Word(11)  # extents were given up since the gaps were found
-    files_due = _Word(14, 0, ADOPT)  # 15 is of earlier versions
+    files_due = _Word(14, 0, ADOPT)  # 4, 5 and 15 are of earlier versions
 
     low: Words
     high: Words
@@ -186,10 +177,8 @@ class SharedIndex:
     state: NDArray[np.uint8]
 
     def __init__(self, path: Path, wanted: Geometry, in_use: bool) -> None:
-        """Open or create; the caller holds the store's lock.
-
-        `in_use`: other processes have the store mapped, so that its files must not be cut.
-        """
+        """Open or create, with the store's lock. `in_use`: other processes have it mapped, so that
+        its files must not be cut."""
         fd = open_private(path)
         try:
             found = self.read_geometry(fd)
@@ -265,14 +254,6 @@ class SharedIndex:
         return Geometry(slots, memory, disk)
 
     @property
-    def store_id(self) -> str:
-        """This store's identity; made when it is first asked for, with the lock."""
-        words = self._header[4:6]
-        if not words.any():
-            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
-        return str(words.tobytes().hex())
-
-    @property
     def bar(self) -> tuple[float, float]:
         """Score of the last victim, and when it was chosen."""
         score, when = self._header[12:14].view(np.float64).tolist()
@@ -315,10 +296,10 @@ class SharedIndex:
         return np.where(found, rows, -1)
 
     def claim(self, low: Words, high: Words, now: float, batch: Ints = NO_ROWS) -> Ints:
-        """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be.
+        """Slots for new, distinct keys as GHOST, in place of the oldest ghosts if need be; -1 where
+        objects have all sixteen slots of a key. Needs the lock.
 
-        `batch` are rows of keys in the same call; their ghosts stay. -1 where objects have all
-        sixteen slots of a key. The caller holds the lock.
+        batch  rows of keys in the same call; their ghosts stay
         """
         rows = np.full(len(low), -1, dtype=np.int64)
         left = np.arange(len(low))
@@ -383,11 +364,8 @@ class SharedIndex:
         return np.asarray(_IS_READABLE[self.state[rows]] & (rows >= 0))
 
     def leave_memory(self, rows: Ints, state: int) -> None:
-        """Give extents up: the state, then the generation; only then may they be reused.
-
-        In the other order, a process that dies between the two would change the generation of an
-        object that is still there, and a demotion under way would not recognize it.
-        """
+        """Give extents up: the state, then the generation; only then may they be reused. In the
+        other order, a process that dies between the two would hide an object from its demotion."""
         self.state[rows] = state
         self.generation[rows] += np.uint32(1)
         self.gaps_stale = True
@@ -487,10 +465,8 @@ class SharedLock(Locked):
 
 
 class Members(Locked):
-    """The processes that have the store open; `me` is this one's number, from 1 on.
-
-    The first byte of the file is locked by the process that walks through the disk's files.
-    """
+    """The processes that have the store open; `me` is this one's number, from 1 on. The process
+    that walks through the disk's files locks byte 0."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -542,10 +518,10 @@ class Members(Locked):
 class Calls:
     """The calls into a store under way, each inside `with calls:`.
 
-    A store that is closed takes no new calls, and waits some seconds for those under way. Calls
-    that are left then keep all that they work on, also the member's lock, which says that their
-    writer lives. The last of them closes the store's parts. The store's own threads count like
-    calls, and see by `closing` that they should end.
+    A store that is closed takes no new calls, and waits some seconds for those under way. Bytes go
+    to and from the mapping by address, so calls that are left then keep the mapping, and the
+    member's lock, which says that their writer lives. The last of them closes the store's parts.
+    The store's own threads count like calls, and see by `closing` that they should end.
     """
 
     def __init__(self) -> None:
@@ -571,10 +547,8 @@ class Calls:
             end()
 
     def close(self, seconds: float, end: Callable[[], None]) -> int:
-        """Take no more calls, and return how many were still under way after so many seconds.
-
-        `end` runs once, when there are none: before this returns, or after the last of them.
-        """
+        """Take no more calls, and return how many were still under way after so many seconds. `end`
+        runs once, when there are none: before this returns, or after the last of them."""
         with self._changed:
             if self.closing.is_set():
                 return 0

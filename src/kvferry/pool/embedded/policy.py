@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which object goes when room is needed: the one whose bytes are least likely to be read soon.
 
-The conversation decides, not the block. A request names its blocks in prefix order
-(`observe`). Where it goes on from the end of an earlier request, it is that conversation's next
-turn; where it shares only a beginning, the beginning is shared by several. So a record keeps:
+The conversation decides, not the block. A request names its blocks in prefix order (`observe`).
+Where it goes on from the end of an earlier request, it is that conversation's next turn; where it
+shares only a beginning, the beginning is shared by several. So a record keeps:
 
     turns, last   turn of the conversation that came last, and when
     depth, chain  place in that request's prefix, and how many blocks the request had
     shared, first how many conversations began here, and since when
 
-The return of conversations is learned as it is seen: `returns[class, age]` counts the next turns
-by age of the previous one and by the number of turns so far, `starts[class]` the turns that could
-have had a next one. Records outlive their objects (ghosts), so returns to evicted ones count too.
-From these counts comes, for each class and age, the best rate of hits for the time that a block
-would have to be kept:
+`returns[class, age]` counts the next turns by age of the previous one and by the number of turns so
+far, `starts[class]` the turns that could have had a next one. Records outlive their objects
+(ghosts), so returns to evicted ones count too. From these counts comes, for each class and age, the
+best rate of hits for the time that a block would have to be kept:
 
     max over t of  P(next turn within t | none so far) / E[time kept until then or t]
 
-which looks past the pause before a user has typed an answer. A shared beginning has a rate of
-its own, its visits over its life, fading when they stop. The larger of both is the block's score.
-Among equals the deepest goes first, because without its predecessors a block is worth nothing. The
-score of a chain's last block is scaled by how often last blocks were hit. Objects that no request
-has named count as those of one turn, and age by their last use, which is LRU.
-
-All state lies in arrays that the caller owns (shared memory), and all of this is NumPy over rows.
+A shared beginning has a rate of its own, its visits over its life, fading when they stop. The
+larger of both is the block's score. Among equals the deepest goes first, because without its
+predecessors a block is worth nothing. The score of a chain's last block is scaled by how often last
+blocks were hit. Objects that no request has named age by their last use, which is LRU.
 """
 
 from __future__ import annotations

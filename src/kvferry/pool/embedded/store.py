@@ -3,28 +3,17 @@
 
 There is no server. Every process maps the same two files, an index and an arena, and takes part:
 
-    put     claim a record and an extent (lock, microseconds; maybe an eviction), gather the bytes
-            into the extent and checksum them (no lock), set the record's state to MEMORY (one
-            store)
-    get     find the record (no lock), copy the wanted parts to their destination and check them,
-            and look whether the extent was given up meanwhile
-    access  tell the eviction policy about a request (lock, microseconds)
+    put     claim a record and an extent (with the lock), gather the bytes into the extent, checksum
+            them, and set the record's state to MEMORY
+    get     find the record, copy the wanted parts to their places and check them, and look whether
+            the extent was given up meanwhile; if so, look again, in the other tier too
+    access  tell the eviction policy about a request (with the lock)
 
-A put may end in an exception or at a deadline; it then gives back the extents that it did not fill.
-An object that another process is writing now EXISTS for a second writer.
-
-A get holds no lock. After a copy from memory, the record must still say memory, the same offset and
-the same generation; else the extent may have been another object's meanwhile, and the get looks
-again, in the other tier too. A file is read into memory of this process first, so bytes that were
-right there stay right. An object on disk is brought to memory on the way, if the lock is free now:
-a process that is stopped with the lock costs its neighbours nothing but that. An object that is not
-what was written is CORRUPT for its reader, removed, and counted.
-
-A process may die at any of these points. Objects that it wrote half were never readable; objects
-that it evicted half are whole in one tier; the kernel drops its locks.
-
-The parts: `index` (records, locks), `arena` (extents, images of objects), `disk` (files),
-`eviction` (the tiers together: opening, recovery, what makes way), `policy` (an object's worth).
+A get takes no lock. It brings an object on disk to memory on the way if the lock is free: a process
+that is stopped with the lock costs its neighbours nothing but that. An object that is not what was
+written is CORRUPT for its reader, removed, and counted. An object that another process is writing
+now EXISTS for a second writer. A process may die at any point: objects that it wrote half were
+never readable, objects that it evicted half are whole in one tier, and the kernel drops its locks.
 """
 
 from __future__ import annotations
@@ -46,7 +35,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.carriers.host import copy_runs, spread
-from kvferry.errors import KvferryError, NotPrivate, StoreError, text_of
+from kvferry.errors import NotPrivate, StoreError, text_of
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import (
     ALIGN,
@@ -64,19 +53,18 @@ from kvferry.pool.embedded.arena import (
     seal_alike,
     serve,
 )
-from kvferry.pool.embedded.eviction import SHORT_WAIT_S, Tiers, Wish
+from kvferry.pool.embedded.eviction import OPEN_SECONDS, SHORT_WAIT_S, Tiers, Wish
 from kvferry.pool.embedded.index import Calls, Geometry, hash_keys, words_of
 from kvferry.pool.store import (
     MOST_RECORD_BYTES,
     Bools,
     Ints,
     Outcome,
-    Ranges,
     Slices,
     batch_parts,
     inside,
+    sizes_of,
 )
-from kvferry.workers import Call, Threads
 
 _log = logging.getLogger(__name__)
 
@@ -89,9 +77,9 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
 PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
-PARALLEL_BYTES = 8 << 20  # a larger batch is shared among threads
 ATTEMPTS = 5
 LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
+COUNTED = {"puts": Outcome.DONE, "full": Outcome.FULL, "declined": Outcome.DECLINED}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -136,9 +124,6 @@ def _call(
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
-            if self._tiers.waiting:
-                with contextlib.suppress(StoreError):  # a process has the lock: the next call tries
-                    self._tiers.settle(time.monotonic())
             return method(self, *args, **kwargs)
 
     return counted
@@ -155,16 +140,14 @@ class EmbeddedStore:
         disk_bytes: int = 0,
         *,
         slots: int | None = None,
-        threads: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open or create. The process that creates a store decides its sizes and the place of its
         disk tier; others take them as they are."""
         if platform.machine() not in ORDERED_MACHINES:
             raise StoreError(
-                f"the embedded store needs a processor that keeps the order of stores; expected "
-                f"{' or '.join(ORDERED_MACHINES)}, found {platform.machine()}; configure "
-                '"store": "mooncake"'
+                "the embedded store needs a processor that keeps the order of stores; expected "
+                f'x86_64 or AMD64, found {platform.machine()}; configure "store": "mooncake"'
             )
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
@@ -183,20 +166,15 @@ class EmbeddedStore:
         except (OSError, NotPrivate) as error:
             raise StoreError(f"cannot open the store at {self.directory}: {error}") from error
         self._index = self._tiers.index
-        found = self._index.geometry
-        if (found.memory_bytes, found.disk_bytes) != (memory_bytes, disk_bytes):
+        if self._index.geometry != wanted:
             _log.warning(
-                "the store at %s was created with %d bytes of memory and %d of disk; that holds",
+                "the store at %s was created with %s; that holds",
                 self.directory,
-                found.memory_bytes,
-                found.disk_bytes,
+                self._index.geometry,
             )
         self._clock = clock
         self._regions = RegionTable.of([])
         self._registered: list[MemoryRegion] = []
-        # a quarter of the cores: the engine needs the others
-        self._parts = threads or min(4, max(1, (os.cpu_count() or 1) // 4))
-        self._helpers = Threads("kvferry-store", self._parts - 1)
         self._promote_after = 0.0
         self._unpin: Callable[[], None] | None = None
 
@@ -226,12 +204,11 @@ class EmbeddedStore:
     def exists(self, keys: Sequence[str], deadline: float) -> Bools:
         return self._index.readable(self._index.find(*hash_keys(keys)))
 
-    @_call
-    def put(self, keys: Sequence[str], objects: Sequence[Ranges], deadline: float) -> list[Outcome]:
+    def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         good = inside(self._regions, objects)
         outcomes: list[Outcome] = []
-        for part in self.parts([int(ranges.length.sum()) for ranges in objects]):
-            outcomes += self._put_part(keys[part], objects[part], good[part], deadline)
+        for part in self.parts(sizes_of(objects).tolist()):
+            outcomes += self._put(keys[part], objects[part], good[part], deadline)
         return outcomes
 
     def parts(
@@ -247,31 +224,20 @@ class EmbeddedStore:
         rows = index.find(*hash_keys(keys))
         there = index.readable(rows)
         outcomes = [Outcome.MISSING] * len(keys)
-        numbers = rows.tolist()
-
-        def some_of(places: list[int]) -> None:
-            for at in places:
-                outcomes[at] = Outcome.FAILED
-                if not good[at] or self._calls.closing.is_set() or time.monotonic() > deadline:
-                    continue
-                try:
-                    outcomes[at] = self._read(keys[at], numbers[at], needs[at], deadline)
-                except Exception as error:  # the rest of the batch goes on
-                    _log.warning("%s could not be read: %s", keys[at], text_of(error))
-
-        places = np.flatnonzero(there).tolist()
-        total = sum(need.end - need.begin for need in needs)
-        if self._parts > 1 and total > PARALLEL_BYTES and len(places) > 1:
-            share(self._helpers, some_of, [places[i :: self._parts] for i in range(self._parts)])
-        else:
-            some_of(places)
+        for at in np.flatnonzero(there).tolist():
+            outcomes[at] = Outcome.FAILED
+            if not good[at] or self._calls.closing.is_set() or time.monotonic() > deadline:
+                continue
+            try:
+                outcomes[at] = self._read(keys[at], int(rows[at]), needs[at], deadline)
+            except Exception as error:  # the rest of the batch goes on
+                _log.warning("%s could not be read: %s", keys[at], text_of(error))
         self._tiers.policy.touch(rows[there], self._clock())
         hits = outcomes.count(Outcome.DONE)
         index.count("hits", hits)  # without the lock: may miss a few
         index.count("misses", len(keys) - hits)
         return outcomes
 
-    @_call
     def put_bytes(self, key: str, value: bytes, deadline: float) -> Outcome:
         if len(value) > MOST_RECORD_BYTES:
             _log.warning(
@@ -280,8 +246,8 @@ class EmbeddedStore:
             return Outcome.FAILED
         source = np.frombuffer(value or b"\0", dtype=np.uint8)
         one = np.array([len(value)], dtype=np.int64)
-        ranges = Ranges(np.array([source.ctypes.data], dtype=np.int64), one)
-        return self._put_part([key], [ranges], [True], deadline, goes_last=True)[0]
+        ranges = Slices.whole(np.array([source.ctypes.data], dtype=np.int64), one)
+        return self._put([key], [ranges], [True], deadline, goes_last=True)[0]
 
     @_call
     def get_bytes(self, key: str, deadline: float) -> bytes | None:
@@ -308,16 +274,10 @@ class EmbeddedStore:
         return self._tiers.give_up(rows[rows >= 0], deadline)
 
     def close(self) -> None:
-        left = self._calls.close(CLOSE_SECONDS, self._end)
-        if left:
-            _log.warning(
-                "the store at %s is closed while %d calls are under way; the last of them ends it",
-                self.directory,
-                left,
-            )
+        if left := self._calls.close(CLOSE_SECONDS, self._end):
+            _log.warning("%s is closed while %d calls are under way", self.directory, left)
 
     def _end(self) -> None:
-        self._helpers.close()
         if self._unpin is not None:
             self._unpin()
         self._tiers.close()
@@ -390,7 +350,8 @@ class EmbeddedStore:
             good += outcome is Outcome.DONE
             corrupt += outcome is Outcome.CORRUPT
         try:
-            self._tiers.settle(deadline)
+            with self._tiers.locked(deadline):  # which removes the damaged ones first
+                pass
         except StoreError as error:  # damaged objects are still there
             corrupt, unread, why = 0, unread + corrupt, why or str(error)
         return Verified(good, corrupt, unread, why)
@@ -417,7 +378,12 @@ class EmbeddedStore:
     def back_memory(self, first: int, size: int) -> int:
         """Have the system give memory to so many bytes of the arena, and map those from `first` on;
         how many have memory now."""
-        return self._tiers.back(first, size)
+        arena = self._tiers.arena
+        size = min(size, arena.capacity)
+        if arena.back(first, size):
+            with self._tiers.locked(time.monotonic() + OPEN_SECONDS):
+                arena.take_backed(size)
+        return arena.backed()
 
     @contextlib.contextmanager
     def lending(self, keys: Sequence[str]) -> Iterator[Lent]:
@@ -535,18 +501,18 @@ class EmbeddedStore:
 
     # Writing
 
-    def _put_part(
+    def _put(
         self,
         keys: Sequence[str],
-        objects: Sequence[Ranges],
+        objects: Sequence[Slices],
         good: Sequence[bool],
         deadline: float,
         *,
         goes_last: bool = False,
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others FAILED."""
-        sizes = [int(ranges.length.sum()) for ranges in objects]
-        with self._granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
+        sizes = sizes_of(objects).tolist()
+        with self.granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
             for at, wish in granted.wishes.items():
                 if time.monotonic() <= deadline:
                     self._write(wish, keys[at].encode(), objects[at])
@@ -555,15 +521,6 @@ class EmbeddedStore:
 
     @contextlib.contextmanager
     def granting(
-        self, keys: Sequence[str], sizes: Sequence[int], good: Sequence[bool], deadline: float
-    ) -> Iterator[Granted]:
-        """Extents for new objects of these sizes, which the caller fills and publishes. Those that
-        it does not publish are given back."""
-        with self._calls, self._granting(keys, sizes, good, deadline) as granted:
-            yield granted
-
-    @contextlib.contextmanager
-    def _granting(
         self,
         keys: Sequence[str],
         sizes: Sequence[int],
@@ -572,24 +529,37 @@ class EmbeddedStore:
         *,
         goes_last: bool = False,
     ) -> Iterator[Granted]:
-        tiers, index = self._tiers, self._index
-        outcomes = [Outcome.FAILED] * len(keys)
-        granted = Granted(self._tiers, keys, outcomes)
-        try:
-            wishes = self._wishes(keys, sizes, good, outcomes, deadline)
-            rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
-            if goes_last:
-                tiers.policy.go_last(rows)
-            told = index.history.chain[rows] > 0
-            scores = np.where(told, tiers.policy.scores(rows, self._clock()), np.inf)
-            for wish, score in zip(wishes.values(), scores.tolist(), strict=True):
-                wish.score = score
-            if wishes:
-                tiers.reserve(list(wishes.values()), deadline)
-        except StoreError as error:
-            _log.warning("nothing was put: %s", error)
-            yield granted
-            return
+        """Extents for new objects of these sizes, which the caller fills and publishes. Those that
+        it does not publish are given back."""
+        with self._calls:
+            granted = Granted(self._tiers, keys, [Outcome.FAILED] * len(keys))
+            try:
+                self._grant(granted, sizes, good, deadline, goes_last)
+            except StoreError as error:
+                _log.warning("nothing was put: %s", error)
+            try:
+                yield granted
+            finally:
+                granted.give_back()
+
+    def _grant(
+        self,
+        granted: Granted,
+        sizes: Sequence[int],
+        good: Sequence[bool],
+        deadline: float,
+        goes_last: bool,
+    ) -> None:
+        tiers, index, keys, outcomes = self._tiers, self._index, granted.keys, granted.outcomes
+        wishes = self._wishes(keys, sizes, good, outcomes, deadline)
+        rows = np.array([wish.row for wish in wishes.values()], dtype=np.int64)
+        if goes_last:
+            tiers.policy.go_last(rows)
+        told = index.history.chain[rows] > 0
+        scores = np.where(told, tiers.policy.scores(rows, self._clock()), np.inf)
+        for wish, score in zip(wishes.values(), scores.tolist(), strict=True):
+            wish.score = score
+        tiers.reserve(list(wishes.values()), deadline)
         for at, wish in wishes.items():
             if wish.offset >= 0:
                 granted.wishes[at] = wish
@@ -597,14 +567,6 @@ class EmbeddedStore:
             no = Outcome.DECLINED if wish.declined else Outcome.FULL
             taken = int(index.state[wish.row]) not in (ix.FREE, ix.GHOST)
             outcomes[at] = Outcome.EXISTS if taken and index.is_of(wish.row, keys[at]) else no
-        try:
-            yield granted
-        finally:
-            undone = [w for at, w in granted.wishes.items() if outcomes[at] is not Outcome.DONE]
-            tiers.abandon(undone)
-        index.count("puts", outcomes.count(Outcome.DONE))
-        index.count("full", outcomes.count(Outcome.FULL))
-        index.count("declined", outcomes.count(Outcome.DECLINED))
 
     def _wishes(
         self,
@@ -641,7 +603,7 @@ class EmbeddedStore:
                 wishes[at] = Wish(row, key_low, key_high, size, ix.WRITING)
         return wishes
 
-    def _write(self, wish: Wish, key: bytes, ranges: Ranges) -> None:
+    def _write(self, wish: Wish, key: bytes, ranges: Slices) -> None:
         """To the extent that was granted, whatever the record says by now."""
         arena, index, row, offset = self._tiers.arena, self._index, wish.row, wish.offset
         length = int(ranges.length.sum())
@@ -692,6 +654,13 @@ class Granted:
         for at in self.wishes:
             self.outcomes[at] = Outcome.DONE
 
+    def give_back(self) -> None:
+        """The extents of objects that were not published."""
+        undone = [w for at, w in self.wishes.items() if self.outcomes[at] is not Outcome.DONE]
+        self.tiers.abandon(undone)
+        for name, outcome in COUNTED.items():
+            self.tiers.index.count(name, self.outcomes.count(outcome))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lent:
@@ -728,19 +697,3 @@ def _alike(length: Ints, name_bytes: Ints, which: Ints) -> Iterator[tuple[int, i
         same = (length[which] == size) & (name_bytes[which] == key_bytes)
         yield size, key_bytes, which[same]
         which = which[~same]
-
-
-def share(helpers: Threads, work: Callable[[list[int]], None], parts: list[list[int]]) -> None:
-    """Work on all parts, the first of them in this thread. When this ends, no thread works on them:
-    they write to memory that the caller then takes back."""
-    calls = [Call(functools.partial(work, part)) for part in parts]
-    for call in calls[1:]:
-        try:
-            helpers.submit(call)
-        except KvferryError as error:
-            _log.warning("objects are read by fewer threads: %s", error)
-            call()
-    calls[0]()
-    failed = [raised for call in calls if (raised := call.exception()) is not None]
-    if failed:
-        raise failed[0]

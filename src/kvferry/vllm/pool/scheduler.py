@@ -264,14 +264,8 @@ MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
 
 
 class PoolEvents:
-    """vLLM's events of the pool's blocks, for routers that send a prompt where its prefix is.
-
-    stored   blocks that every worker has saved
-    evicted  blocks, told of before, that the store has given up
-
-    A block that a load does not find is not told at once: the request computes it, and saves it
-    again. Events wait for the next step. A job's tag is vLLM's request.
-    """
+    """vLLM's events, for routers, of blocks that every worker has saved, and of those among them
+    that the store has given up. Events wait for the next step. A job's tag is vLLM's request."""
 
     def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
         self.wanted = wanted

@@ -21,7 +21,7 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.pool.embedded.device import DeviceStore
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.objects import block_span
-from kvferry.pool.orders import LoadOrder, PoolLoaded, SaveOrder
+from kvferry.pool.orders import LoadOrder, SaveOrder
 from kvferry.pool.rank import PoolRank
 from kvferry.pool.scheduler import PoolOrders
 from kvferry.pool.store import Store
@@ -142,7 +142,9 @@ class PoolWorker:
             order = self._orders.pop(loaded.request_id)
             results.finished_recving.add(loaded.request_id)
             if loaded.ok:
-                _log_load(loaded)
+                size, ms = loaded.bytes / (1 << 20), loaded.seconds * 1e3
+                message = "request %s: loaded %.1f MiB from the pool in %.1f ms"
+                log.info(message, loaded.request_id, size, ms)
             elif self._prefix_tokens and not loaded.hung and loaded.bad_from is not None:
                 # nothing from the first bad block on is trusted, also where it arrived
                 first = loaded.bad_from // self._prefix_tokens
@@ -203,10 +205,9 @@ class _Early(NamedTuple):
 class _Layers:
     """Which memory a step has filled before its end.
 
-    An event after most layers is enough: what they have filled crosses the bus while the device
-    computes the others. A layer may be computed twice in a step: a draft's for each token, which is
-    final with the last one, or all in micro-batches, of which an event sees one only. Memory that
-    several layers have is final when all of them are.
+    What most layers have filled crosses the bus, after one event, while the device computes the
+    others. Layers that are computed twice in a step (drafts, micro-batches) are not early. Memory
+    that several layers have is final when all of them are.
     """
 
     def __init__(self, kv_caches: Mapping[str, Any]) -> None:
@@ -282,12 +283,3 @@ def _staged(store: Store, regions: list[MemoryRegion], checked: bool, gpu: bool)
         except TransferError as error:
             log.warning("kvferry: the pool goes through buffers, which is slow: %s", error)
     return StagedStore(store, memory)
-
-
-def _log_load(loaded: PoolLoaded) -> None:
-    log.info(
-        "request %s: loaded %.1f MiB from the pool in %.1f ms",
-        loaded.request_id,
-        loaded.bytes / (1 << 20),
-        loaded.seconds * 1e3,
-    )
