@@ -23,8 +23,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from dir_store import DirStore, FaultyStore
-from kvferry.costs import MOST
 from kvferry.errors import StoreError
+from kvferry.pool.cost import MOST_OF_A_SIZE
 from kvferry.pool.lookup import FragmentKeys, sequence_keys
 from kvferry.pool.rank import RankScope
 from kvferry.pool.scheduler import PoolScheduler
@@ -495,8 +495,9 @@ def test_loads_where_computing_is_slower(make: Make, faults: Any, connector: str
     assert not any(loaded(tokens) for tokens in prompts), "loads take 50 ms, steps much less"
     assert reader.pool.counters["declined_slower"] == len(prompts)
     assert not reader.pool.choice.steps._sent, "every step that was sent is over"
-    token_seconds = 0.002
-    for seed in range(100, 100 + MOST):  # nothing is left of the steps before
-        assert not loaded(prompt(seed, seed - 80))
-    assert all(loaded(tokens) for tokens in prompts), "computing takes 0.2 s and more"
+    token_seconds = 0.0008
+    for seed in range(100, 100 + MOST_OF_A_SIZE // 2 + 1):  # most that is known of each size
+        for size in (60, 120, 240, 480):
+            assert not loaded(prompt(seed + size, size))
+    assert all(loaded(tokens) for tokens in prompts), "computing takes 0.1 s and more"
     assert reader.pool.counters["declined_slower"] == len(prompts)

@@ -36,6 +36,7 @@ from kvferry.costs import MOST, CostLine
 PREFILL_TOKENS = 16
 MOST_STEPS = 64  # sent and not over
 MOST_OF_A_SIZE = 8  # steps that are remembered of each power of two of tokens
+FEW_OF_A_SIZE = 3
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
 REFIT_SECONDS = 0.25  # a fit takes 0.1 ms, and a request waits for it
 RETRY_SECONDS = 30.0  # without a load; then one is let through whatever it seems to cost
@@ -112,17 +113,17 @@ class StepCost:
 
     def _between(self, tokens: int) -> float | None:
         """By the steps that were a little smaller and a little larger; None: there were none."""
-        middles = [
-            [statistics.median(values) for values in zip(*same, strict=True)]
-            for _, same in sorted(self._by_size.items())
-        ]
-        sizes, seconds = np.array(middles).T
+        points: list[tuple[float, float]] = []
+        for _, same in sorted(self._by_size.items(), reverse=True):
+            size, seconds = (statistics.median(values) for values in zip(*same, strict=True))
+            # Of a few steps, one may have waited for a compiler: a larger one takes no less time.
+            if points and len(same) < FEW_OF_A_SIZE:
+                seconds = min(seconds, points[-1][1])
+            points.append((size, seconds))
+        sizes, times = np.array(points[::-1]).T
         if not sizes[0] <= tokens <= sizes[-1]:
             return None
-        # A step takes no longer than a larger one: so a first step, for which a kernel was
-        # compiled, does not count for long.
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        return float(np.interp(tokens, sizes, seconds))
+        return float(np.interp(tokens, sizes, times))
 
 
 @dataclass(slots=True)
