@@ -124,7 +124,18 @@ def test_what_a_bootstrap_answers_is_refused(
     engine.asking.arrived(asked)
     assert engine.look(asked) == (0, False)
     assert "damaged" in caplog.text or "is no bootstrap" in caplog.text
-    assert not engine.orders.releases
+    aborted = engine.request()
+    aborted.request_id = "cmpl-s-0-0123abcd"
+    engine.asking.arrived(aborted)
+    engine.asking.finished(aborted.request_id)
+    assert engine.asking.unsettled
+
+    def settled() -> bool:
+        engine.asking.settle()
+        return not engine.asking.unsettled
+
+    assert reaches(settled, True)
+    assert "not given back" in caplog.text and not engine.orders.releases
 
 
 def test_an_error_of_ours_ends_no_engine(
@@ -133,11 +144,16 @@ def test_an_error_of_ours_ends_no_engine(
     def fail(*_: Any) -> None:
         raise KeyError("a bug")
 
-    asked = engine.request()
+    aborted, asked = engine.request(), engine.request()
+    aborted.request_id = "cmpl-s-0-0123abcd"
+    monkeypatch.setattr(engine.rendezvous, "find", lambda _: None)  # not yet
+    engine.asking.arrived(aborted)
+    engine.asking.finished(aborted.request_id)
     monkeypatch.setattr(engine.rendezvous, "find", fail)
     engine.asking.arrived(asked)
     assert engine.asking.matched(asked, 0) == (0, False)
-    assert not engine.asking.unsettled and caplog.text.count("KeyError: 'a bug'") == 1
+    engine.asking.settle()
+    assert not engine.asking.unsettled and caplog.text.count("KeyError: 'a bug'") == 2
 
 
 def test_a_thread_that_cannot_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

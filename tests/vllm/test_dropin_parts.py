@@ -52,7 +52,9 @@ from kvferry.vllm import bootstrap as registration_module
 from kvferry.vllm import bootstrap as rendezvous_module
 from kvferry.vllm.bootstrap import (
     FRESH_SECONDS,
+    KEEP_SECONDS,
     MAC,
+    PATIENCE_SECONDS,
     PURPOSE,
     Bootstrap,
     BootstrapPlace,
@@ -373,7 +375,8 @@ class TestRendezvous:
             sockets.close()
 
     def test_what_was_answered_is_asked_for_anew(self) -> None:
-        """So that no request is sent by it to an engine that was reset."""
+        """So that no request is sent by it to an engine that was reset; the last answer serves
+        where none comes, for a while."""
         clock, sockets = Clock(), Sockets()
         rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets, clock)
         bootstrap = Bootstrap(None, 0, None)
@@ -393,6 +396,8 @@ class TestRendezvous:
             assert self.find(rendezvous, place).incarnation == "l"
             bootstrap.close()
             clock.now += FRESH_SECONDS + 0.1
+            assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
+            clock.now += KEEP_SECONDS
             with pytest.raises(KvferryError, match="bootstrap"):
                 self.find(rendezvous, place)
         finally:
@@ -400,19 +405,28 @@ class TestRendezvous:
             bootstrap.close()
             sockets.close()
 
-    def test_a_slow_answer_serves_as_long_as_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock, sockets = Clock(), Sockets()
+    def test_a_bootstrap_that_is_slow_does_not_hold_up_a_request_with_a_known_producer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers, release = iter([0.3, 20.0]), threading.Event()
 
         def slow(address: str, engine_id: str, seconds: float) -> Whereabouts:
-            clock.now += 2 * FRESH_SECONDS
+            release.wait(next(answers))
             return Whereabouts(engine_id, "127.0.0.1", 77, "i")
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
+        clock, sockets = Clock(), Sockets()
         rendezvous = Rendezvous(FerryConfig(), sockets, clock)
         place = BootstrapPlace("e", "127.0.0.1:1", True)
         try:
-            assert self.find(rendezvous, place).incarnation == "i"
+            assert self.find(rendezvous, place).incarnation == "i"  # however long it took
+            clock.now += FRESH_SECONDS + 0.1
+            assert rendezvous.find(place) is None
+            clock.now += PATIENCE_SECONDS + 0.1
+            found = rendezvous.find(place)  # while the second question is still open
+            assert found is not None and found.incarnation == "i"
         finally:
+            release.set()
             rendezvous.close()
             sockets.close()
 

@@ -25,7 +25,7 @@ nothing. Its hold stays open until the lease runs out, and then closes as "expir
 schedulers renew leases while requests queue and load; every claim renews one too.
 
 This module is the state machine alone: it has no sockets and no threads, and callers pass the time
-in. Only this rank's clock counts. Peers can make a rank remember a bounded number of bytes.
+in. Only this rank's clock counts. What peers can make a rank remember is bounded.
 A check of the deadlines takes microseconds, however many holds there are: they lie in the order in
 which their leases run out, and claims in a heap.
 """
@@ -50,7 +50,7 @@ TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused 
 # For parked claims and offers: 10,000 offers of 128,000 tokens in blocks of 16. One connection (one
 # consumer rank) may use half.
 PARKED_BYTES = 256 << 20
-MOST_EARLY = 16_384  # last words that came before their hold; the oldest are dropped
+MOST_EARLY = 4_096  # last words that came before their hold; the oldest are dropped
 MOST_ENGINES = 64  # engines that may read one hold
 STALE_CLAIMS = 64  # that the heap may keep beyond the number of claims that wait
 
@@ -73,12 +73,12 @@ class Hold:
     order: HoldOrder
     expires: float
     packed: Any = None  # the encoded answer to claims, which the server keeps here
-    engines: dict[tuple[str, str], _Engine] = field(default_factory=dict)  # by id and incarnation
+    engines: dict[int, _Engine] = field(default_factory=dict)  # by `_key`
     outcomes: dict[Outcome, int] = field(default_factory=dict)
 
     def announce(self, reader: Reader, readers: int) -> bool:
         """Expect last words from the reader's engine; False if too many engines read already."""
-        key = (reader.engine_id, reader.incarnation)
+        key = _key(reader)
         if key not in self.engines:
             if len(self.engines) >= MOST_ENGINES:
                 return False
@@ -89,7 +89,7 @@ class Hold:
     def hear(self, reader: Reader, readers: int, outcome: Outcome) -> None:
         """Count a reader's last word; only its first one counts."""
         if self.announce(reader, readers):
-            spoke = self.engines[reader.engine_id, reader.incarnation].spoke
+            spoke = self.engines[_key(reader)].spoke
             rank = (reader.pp_rank, reader.tp_rank)
             if rank not in spoke and len(spoke) < MAX_READERS:
                 spoke.add(rank)
@@ -106,6 +106,11 @@ class Hold:
         if not self.engines or self.silent:
             return None
         return "failed" if "failed" in self.outcomes else "delivered"
+
+
+def _key(reader: Reader) -> int:
+    """An engine's incarnation. A hash, because peers may send long names."""
+    return hash((reader.engine_id, reader.incarnation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +192,9 @@ class HoldTable(Generic[Parked]):
         hold = self.open.get(hold_id)
         if hold is None or not early:
             return None
+        others = (word for word in self._early if word.hold_id != hold_id)
+        self._early = deque(others, MOST_EARLY)
         for word in early:
-            self._early.remove(word)
             hold.hear(word.reader, word.readers, word.outcome)
         return self._close_if_over(hold)
 

@@ -9,10 +9,14 @@ asks the same address where that engine's directory is. `Bootstrap` is such a se
     POST /register  from data-parallel ranks that have no server of their own; its body is
                     authenticated by an HMAC in the header X-Kvferry-Mac
 
+Any process may connect: the HTTP server bounds the resources that a connection can take. Registered
+entries are bounded by the size that a client reads, and never replace the engine's own entry.
+
 In the style of NixlPushConnector's proxy, the request names the directory itself. `Rendezvous`
-asks either, on the decode engine. An answer is a hint and no secret: the server at the named
-directory must prove to know the secret before anything else is said, and a wrong incarnation makes
-every claim stale.
+asks either, on the decode engine.
+
+An answer is a hint and no secret: the server at the named directory must prove to know the secret
+before anything else is said, and a wrong incarnation makes every claim stale.
 """
 
 from __future__ import annotations
@@ -65,6 +69,8 @@ MOST_RANKS = 4096  # data-parallel
 TELL_AGAIN_SECONDS = 1.0  # from a failed registration to the next attempt
 REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
 FRESH_SECONDS = 1.0  # after this time, `Rendezvous` asks anew
+PATIENCE_SECONDS = 0.2  # for the new answer, before the last one is used
+KEEP_SECONDS = 300.0  # an answer is used no longer than this
 MOST_KEPT = 4096  # answers
 CHILD = re.compile(r"^\d+_")  # vLLM's request ids of the samples of one `n > 1` request
 SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # that vLLM adds to each id
@@ -159,18 +165,23 @@ def derived_hold(incarnation: str, name: str) -> str:
 class Rendezvous:
     """Finds a producer that a request names without a ticket: both engines got it at once.
 
-    A thread asks; the scheduler looks for the answer whenever vLLM asks it about the request, and
-    never waits. An answer serves the requests of the next second; then it is asked for anew,
-    because the engine may have been reset or restarted. Clients name these addresses, and some may
-    be silent: `Meetings` bounds what they can hold up.
+    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
+    the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
+    incarnation. A thread asks. The scheduler looks for the answer whenever vLLM asks it about the
+    request, and never waits. An answer serves the requests of the next second; then it is asked for
+    anew, because the engine may have been reset or restarted. An older answer serves where no new
+    one comes soon. Clients name these addresses, and some may be silent: `Meetings` bounds what
+    they can hold up.
 
     An answer becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
-    producer's incarnation and the transfer id; the digest is of the consumer's own prompt.
+    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. Before a
+    load is ordered, `Renewer.arrived` tells that the prefill is done, aborted or not held.
     """
 
     def __init__(
         self, config: FerryConfig, sockets: Sockets, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """clock  for the age of answers"""
         self._clock = clock
         self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
@@ -190,16 +201,21 @@ class Rendezvous:
 
     def find(self, place: BootstrapPlace) -> Whereabouts | None:
         """A producer, or None while it is asked for; raises why it cannot be found."""
+        now = self._clock()
         with self._lock:
             asked = self._asked.get(place)
-            if asked is None or asked.stale(self._clock()):
-                asked = self._ask_anew(place)
+            if asked is None or asked.stale(now):
+                asked = self._ask_anew(place, asked, now)
+        last = asked.before[1] if asked.before is not None else None
         if not asked.answer.done():
-            return None
-        if error := asked.answer.exception():
-            self.forget(place)  # the next request asks again
-            raise error
-        return asked.answer.result()[1]
+            return last if now > asked.at + PATIENCE_SECONDS else None
+        error = asked.answer.exception()
+        if error is None:
+            return asked.answer.result()[1]
+        if last is not None and type(error) is HandoverError:  # there is no answer
+            return last
+        self.forget(place)  # the next request asks again
+        raise error
 
     def shape(self, ticket: Ticket, since: float) -> EngineShape | None:
         """The shape of a ticket's engine, or None while it is asked for; raises why it is not
@@ -227,8 +243,11 @@ class Rendezvous:
             if asked is not None and asked.answer.done():
                 del self._asked[place]
 
-    def _ask_anew(self, place: BootstrapPlace) -> _Asked:
-        if place not in self._asked and len(self._asked) >= MOST_KEPT:
+    def _ask_anew(self, place: BootstrapPlace, before: _Asked | None, now: float) -> _Asked:
+        known = before.known if before is not None else None
+        if known is not None and now > known[0] + KEEP_SECONDS:
+            known = None
+        if before is None and len(self._asked) >= MOST_KEPT:
             self._asked.pop(next(iter(self._asked)))
         answer: Future[tuple[float, Whereabouts]] = Future()
 
@@ -243,7 +262,7 @@ class Rendezvous:
             answer.set_exception(error)
         except KvferryError as error:  # no more threads, too many questions, or we are closed
             answer.set_exception(HandoverError(f"{place.address} cannot be asked: {error}"))
-        asked = self._asked[place] = _Asked(self._clock(), answer)
+        asked = self._asked[place] = _Asked(now, answer, known)
         return asked
 
     def _found_at(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
@@ -317,6 +336,7 @@ class Bootstrap:
         self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        """The engine's own entry."""
         with self._lock:
             self._own.add(str(dp_rank))
             self._put(str(dp_rank), entry)
@@ -367,6 +387,7 @@ class Bootstrap:
 def register(
     server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
 ) -> None:
+    """Tell another engine's bootstrap of this one."""
     body = msgspec.json.encode({"dp_rank": dp_rank, **entry})
     mac = _mac(Key.of(secret).derive(PURPOSE), body)
     status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
@@ -375,6 +396,7 @@ def register(
 
 
 def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
+    """Ask a bootstrap where an engine is."""
     status, answer = _ask(server, "GET", "/query", seconds)
     try:
         entries = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
@@ -408,6 +430,7 @@ class Registration:
         self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
+        """The engine's own entry, which the server is to have from now on."""
         self._told = (dp_rank, entry)
         self._changed.set()
         if self._thread.ident is None:
@@ -447,14 +470,23 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    """A question, and what the one before it brought."""
+
     at: float
     answer: Future[tuple[float, Whereabouts]]  # and when it came
+    before: tuple[float, Whereabouts] | None
+
+    @property
+    def known(self) -> tuple[float, Whereabouts] | None:
+        """The latest answer, if any was good."""
+        if self.answer.done() and not self.answer.exception():
+            return self.answer.result()
+        return self.before
 
     def stale(self, now: float) -> bool:
         if not self.answer.done():
             return False
-        came = self.at if self.answer.exception() else self.answer.result()[0]
-        return now > came + FRESH_SECONDS
+        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
 
 
 def _directory(params: Mapping[str, Any]) -> str | None:
@@ -504,6 +536,7 @@ def _ask(
 
 
 def _received(connection: socket.socket, deadline: float) -> bytes:
+    """All that a server sends until it closes."""
     received = bytearray()
     while len(received) <= MOST_BYTES:
         left = deadline - time.monotonic()

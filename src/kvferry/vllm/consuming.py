@@ -3,8 +3,7 @@
 
 A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
 tokens count as external, and an asynchronous load is ordered when vLLM has allocated blocks.
-However the request ends, every source hears one last word: from the load, or `not needed`. If its
-producer was not found before that end, a hold there expires.
+However the request ends, every source hears one last word: from the load, or `not needed`.
 
 A ticket that cannot be for its request is given back, and the prompt is computed here; the log says
 so, and a metric counts it once, by reason. So is the ticket of a producer that has dropped what a
@@ -59,6 +58,7 @@ class Consuming:
     # Tickets that several requests may come with (`n > 1`), by hold: when each is given back,
     # unless another request needs it then.
     _leaving: dict[str, tuple[Ticket, float]] = field(default_factory=dict)
+    _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
     _described: bool = False  # whether this engine's workers have said what they have
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
@@ -125,7 +125,7 @@ class Consuming:
             except KvferryError as error:
                 raise ComputeHere("no ticket", str(error)) from None
             if unfit:
-                raise ComputeHere("unfit", unfit)
+                raise ComputeHere("unfit", unfit)  # its producer may hold it, and will hear of it
             return self._found(request, wanted)
         try:
             ticket = Ticket.from_params(params)
@@ -157,27 +157,35 @@ class Consuming:
         if wanted.ticket is not None or named is None:
             return True
         try:
-            found = self.rendezvous.find(named.place)
-        except KvferryError as error:
+            wanted.ticket = self._ticket(named, request)
+        except Exception as error:
+            wanted.appointment = None  # it cannot be told that its hold is not needed, either
+            if not isinstance(error, KvferryError):
+                raise
             allowed = not isinstance(error, AuthenticationError)
             raise ComputeHere("not found" if allowed else "not allowed", str(error)) from None
+        if wanted.ticket is not None:
+            wanted.ready = False  # its prefill may not even have begun
+            self.renewer.watch(wanted.ticket, early=True)
+            return True
+        if time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
+            raise ComputeHere("not found", f"{named.place.address} did not answer in time")
+        return False
+
+    def _ticket(self, named: Appointment, request: Any = None) -> Ticket | None:
+        found = self.rendezvous.find(named.place)
         if found is None:
-            if time.monotonic() > wanted.arrived + QUESTIONS * self.parts.config.bootstrap_seconds:
-                raise ComputeHere("not found", f"{named.place.address} did not answer in time")
-            return False
-        wanted.ticket = Ticket(
+            return None
+        return Ticket(
             engine_id=found.engine_id,
             incarnation=found.incarnation,
             hold_id=derived_hold(found.incarnation, named.name),
-            digest=request_digest(request),
-            tokens=self.parts.cut.tokens(request),
+            digest=request_digest(request) if request is not None else "-",
+            tokens=self.parts.cut.tokens(request) if request is not None else 1,
             host=found.host,
             port=found.port,
             request_id=named.name,
         )
-        wanted.ready = False  # its prefill may not even have begun
-        self.renewer.watch(wanted.ticket, early=True)
-        return True
 
     def _prefilled(self, wanted: _Wanted) -> bool:
         """Whether the producer has computed a prompt that it got when we did."""
@@ -326,8 +334,9 @@ class Consuming:
         """A request needs its ticket no more, and is not matched again."""
         wanted.over = True
         if wanted.ticket is None:
-            return  # its producer was not found, and a hold there expires
-        if wanted.shared:
+            if wanted.appointment is not None:
+                self._unfound.append(wanted.appointment)
+        elif wanted.shared:
             leaves_at = time.monotonic() + SIBLING_SECONDS
             self._leaving[wanted.ticket.hold_id] = wanted.ticket, leaves_at
         else:
@@ -340,7 +349,7 @@ class Consuming:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` will have something to do though no request comes."""
-        return bool(self._leaving)
+        return bool(self._unfound) or bool(self._leaving)
 
     @property
     def busy(self) -> bool:
@@ -379,6 +388,24 @@ class Consuming:
             live = [one.ticket for one in self._wanted.values() if one.ticket and not one.over]
             if all(one.hold_id != hold_id for one in live):
                 self._give_back(ticket)
+        for named in list(self._unfound):
+            try:
+                found = self._ticket(named)
+            except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
+                self._unfound.remove(named)
+                expected = isinstance(error, KvferryError)
+                log.log(
+                    logging.INFO if expected else logging.ERROR,
+                    "the hold of %r at %s is not given back, and will expire: %s",
+                    named.name,
+                    named.place.address,
+                    error,
+                    exc_info=None if expected else error,
+                )
+                continue
+            if found is not None:
+                self._unfound.remove(named)
+                self.parts.orders.releases.append(found)
 
 
 @dataclass(slots=True)
