@@ -47,6 +47,7 @@ MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut in
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
 VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
 IOVEC_BYTES = 16
+SAMPLE = 512  # pairs of neighbours looked at before all are
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 # pid, local table, local count, remote table, remote count, flags (none) -> bytes moved, or -1 with
@@ -175,7 +176,7 @@ class Vectors:
 
 def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     """The same bytes in the same order, with ranges that touch made one. None may be empty."""
-    if len(length) < 2:
+    if len(length) < 2 or _apart(address, length):
         return address, length
     apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
     if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
@@ -239,6 +240,14 @@ def system_call(name: str) -> SystemCall:
 @cache
 def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _apart(address: Ints, length: Ints) -> bool:
+    """Whether, of many ranges, no two touch as far as some of them show: then few do."""
+    step = len(length) // SAMPLE
+    if step < 2:
+        return False
+    return bool((address[1::step] != (address[:-1:step] + length[:-1:step])).all())
 
 
 def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:

@@ -51,7 +51,7 @@ class Kernel:
 
 
 _lock = threading.Lock()
-_loaded: dict[tuple[object, ...], Function | TransferError] = {}
+_loaded: dict[tuple[object, ...], Function | str] = {}  # or why it cannot be compiled
 _kernels: dict[tuple[int, int, bool, bool, int], Kernel] = {}
 
 
@@ -112,13 +112,14 @@ def load(
                     code, entry, shared = compiled(
                         name, signature, constants, device.capability, warps
                     )
-                    _loaded[key] = Function(code, entry, warps=warps, shared_bytes=shared)
                 except Exception as error:  # the compiler raises anything
                     log.warning("Triton does not compile %s %s: %s", name, constants, error)
-                    _loaded[key] = TransferError(f"Triton does not compile {name}: {error}")
+                    _loaded[key] = str(error)
+                else:  # where the device has no memory for it now, the next call tries again
+                    _loaded[key] = Function(code, entry, warps=warps, shared_bytes=shared)
     found = _loaded[key]
-    if isinstance(found, TransferError):
-        raise found.with_traceback(None)
+    if isinstance(found, str):
+        raise TransferError(f"Triton does not compile {name}: {found}")
     return found
 
 
