@@ -32,7 +32,7 @@ from kvferry.verify.oracle import CaseDict, Oracle
 from no_threads import no_threads
 from pool_cases import pool_case
 from pool_engine import SmallEngine
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 SEED = 611
 FAST = PoolLimits(lookup_seconds=0.4, load_seconds=0.5, save_seconds=2.0)
@@ -615,7 +615,7 @@ def test_a_reset_saves_nothing_old(pair: Pair) -> None:
 # What review of vLLM's own connector left open: each guard, and what happens without it
 
 
-def lookup_raises(pair: Pair) -> None:
+def lookup_raises(pair: Pair, seconds: float = PATIENCE_SECONDS) -> None:
     """A lookup that raises is a miss, at once; the next one is answered."""
     tokens = sequence(pair.case)
     reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=60))
@@ -624,6 +624,7 @@ def lookup_raises(pair: Pair) -> None:
     tracker = reader.scheduler.track("r", tuple)
     wait_until(  # long before a lookup's 60 s are over
         lambda: reader.scheduler.matched("r", tracker, tokens, 0) is not None,
+        seconds,
         what="the scheduler waits for a lookup that raised; no answer",
     )
 
@@ -636,7 +637,7 @@ def test_a_lookup_that_raises_without_its_guard(pair: Pair, monkeypatch: Any) ->
     monkeypatch.setattr(Lookups, "_answer", Lookups._look_up)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(AssertionError):
-        lookup_raises(pair)
+        lookup_raises(pair, 3.0)
 
 
 def one_rank_is_missing(pair: Pair) -> None:
