@@ -4,6 +4,8 @@ restarts of the host with many files."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -354,6 +356,38 @@ def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert bytes_on_disk(tmp_path) == first.store.counters()["disk_bytes"]
     second.store.close()
     first.store.close()
+
+
+@pytest.mark.parametrize("what", ["files", "folders"])
+def test_files_that_cannot_be_read_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A process without file descriptors to spare looks at files: they stay, and the next process
+    that opens the store takes them in."""
+    keys = left_behind(tmp_path)
+    before = files_of(tmp_path)
+
+    scandir = os.scandir
+
+    def none_left(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def no_folder(path: Any) -> Any:
+        return none_left() if len(Path(path).name) == 2 else scandir(path)
+
+    with monkeypatch.context() as patch:
+        if what == "files":
+            patch.setattr(DiskTier, "_open", none_left)
+        else:
+            patch.setattr(os, "scandir", no_folder)
+        one = Small(tmp_path, disk=64 << 20)
+        assert one.tiers.disk is not None and one.tiers.disk.wait(20)
+    assert files_of(tmp_path) == before and one.store.counters()["objects"] == 0
+    again = Small(tmp_path, disk=64 << 20)
+    wait_until(lambda: one.index.files_due == 0)
+    assert {again.get(key) for key in keys} == {Outcome.DONE}
+    again.store.close()
+    one.store.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "closed", "cleared"])

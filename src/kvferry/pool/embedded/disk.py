@@ -81,6 +81,7 @@ class DiskTier:
         self._made: set[str] = set()
         self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
         self._walking: threading.Thread | None = None
+        self._unread = False  # whether a walk passed over files that it could not read
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -161,32 +162,42 @@ class DiskTier:
                     part.unlink()
 
     def header(self, name: str) -> Image | None:
-        """The header of a file, if it is whole and the file has the size that it says."""
-        try:
-            fd = self._open(name)
-        except OSError:
-            return None
+        """The header of a file, if it is whole and the file has the size that it says. An `OSError`
+        if the file is gone, or cannot be read now, which says nothing about the object."""
+        fd = self._open(name)
         try:
             size = os.fstat(fd).st_size
             most = min(header_bytes(_LONGEST_KEY_BYTES, size), _LONGEST_HEADER_BYTES)
             image = open_image(memoryview(os.pread(fd, most, 0)))
-        except OSError:
-            return None
         finally:
             os.close(fd)
         return image if image is not None and image.header_bytes + image.length == size else None
 
     def names(self) -> Iterator[str]:
         """Every file with a name of the store's, folder by folder."""
-        for folder in sorted(self._directory.glob("??")):
-            try:
-                entries = list(os.scandir(folder))
-            except OSError:  # not a folder, or it is gone
+        for folder in sorted(one.name for one in self._entries(self._directory)):
+            if len(folder) != 2:
                 continue
-            for entry in entries:
-                ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
+            for entry in self._entries(self._directory / folder):
+                ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder)
                 if ours and entry.is_file(follow_symlinks=False):
                     yield entry.name
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as entries:
+                return list(entries)
+        except OSError as error:
+            self._note_unread(folder, error)
+            return []
+
+    def _note_unread(self, path: Path, error: OSError) -> None:
+        """A walk passes over this path. Files that cannot be read now are left alone."""
+        if error.errno in _GONE:
+            return
+        if not self._unread:
+            _log.warning("disk tier: %s cannot be read now, and stays: %s", path, error)
+        self._unread = True
 
     # Files and records
 
@@ -239,7 +250,7 @@ class DiskTier:
     def _walk_alone(self) -> None:
         with self._locked(_lock_deadline()):  # no process becomes a member without it
             self.clean(lambda member: not self._members.alive(member))
-        adopting = self._index.files_due == ADOPT
+        adopting, self._unread = self._index.files_due == ADOPT, False
         for batch in _batches(self.names()):
             if self._calls.closing.is_set():
                 return
@@ -247,7 +258,7 @@ class DiskTier:
                 self._sweep(batch, _lock_deadline())
             elif not self._adopt(batch, _lock_deadline()):
                 return
-        if adopting:
+        if adopting and not self._unread:  # else the next process to open the store tries again
             with self._locked(_lock_deadline()):
                 self._index.files_due = 0
 
@@ -262,7 +273,11 @@ class DiskTier:
         whole: list[tuple[str, Image]] = []
         bad: list[str] = []
         for name in self._unrecorded(names):
-            image = self.header(name)
+            try:
+                image = self.header(name)
+            except OSError as error:
+                self._note_unread(self.path(name), error)
+                continue
             if image is not None and np.array_equal(hash_keys([image.key]), words_of([name])):
                 whole.append((name, image))
             else:

@@ -321,7 +321,8 @@ class EmbeddedStore:
             offset, size = int(index.offset[row]), int(index.image_bytes[row])
             image = open_image(self._tiers.arena.view(offset, size))
         elif disk is not None:
-            image = disk.header(name)
+            with contextlib.suppress(OSError):  # then its name stands for its key
+                image = disk.header(name)
         tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
         return Listed(
             key=image.key if image else name,
