@@ -87,6 +87,15 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     one.store.close()
 
 
+def test_a_store_without_damage_is_verified_without_the_lock(tmp_path: Path) -> None:
+    one, stopped = Small(tmp_path), Small(tmp_path)
+    one.put("a", "b")
+    with stopped.tiers.lock.held(soon()):
+        assert one.store.verify(soon(1.0)) == (2, 0, 0, "")
+    stopped.store.close()
+    one.store.close()
+
+
 def test_updates_are_written_when_the_lock_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
-LOCK_SECONDS = 10.0  # of a walk: a process holds the lock for microseconds, unless it is stopped
+LOCK_SECONDS = 4.0  # of a walk; less than a store that is closed waits for its calls
 HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 

@@ -350,11 +350,12 @@ class EmbeddedStore:
                 continue
             good += outcome is Outcome.DONE
             corrupt += outcome is Outcome.CORRUPT
-        try:
-            with self._tiers.locked(deadline):  # which removes the damaged ones first
-                pass
-        except StoreError as error:  # damaged objects are still there
-            corrupt, unread, why = 0, unread + corrupt, why or str(error)
+        if corrupt:
+            try:
+                with self._tiers.locked(deadline):  # which removes the damaged ones first
+                    pass
+            except StoreError as error:  # they are still there
+                corrupt, unread, why = 0, unread + corrupt, why or str(error)
         return Verified(good, corrupt, unread, why)
 
     @_call
