@@ -403,6 +403,21 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     one.store.close()
 
 
+def test_a_disk_that_is_elsewhere_for_this_process(tmp_path: Path) -> None:
+    """A container shares memory with the store's processes, but not their disk. It is refused, and
+    takes nothing away."""
+    one, two, key = demoted(tmp_path)
+    two.store.close()
+    (tmp_path / "d").rename(tmp_path / "theirs")
+    (tmp_path / "mine").mkdir(mode=0o700)
+    with pytest.raises(StoreError, match="have the store open"):
+        EmbeddedStore(tmp_path / "s", 1 << 20, tmp_path / "mine", 64 << 20, slots=1 << 10)
+    assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
+    (tmp_path / "theirs").rename(tmp_path / "d")
+    assert one.get(key) is Outcome.DONE
+    one.store.close()
+
+
 # Where it lies
 
 

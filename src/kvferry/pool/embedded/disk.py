@@ -4,8 +4,11 @@
 A file appears under its name only when all its bytes are written (another name, then rename).
 Nothing is synced: after a loss of power a file may be short or wrong, which its header, its size
 and its checksums show. The directory may hold other things. Only names that this module gives (32
-hexadecimal digits in the folder of their first two, parts with two numbers) are looked at. Two
-stores must not share a directory: they would remove each other's files as left behind.
+hexadecimal digits in the folder of their first two, parts with two numbers) are looked at.
+
+A directory belongs to one store: two would remove each other's files as left behind. `DiskOwner`
+keeps a file there locked, which names the store. Stores in containers with a /dev/shm of their own
+have one path and are two, so the name is a number.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
 file without a record takes room that no process knows of. Either the index is new (the host was
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -40,6 +44,7 @@ from kvferry.pool.embedded.arena import Image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
+    Locked,
     Members,
     SharedIndex,
     hash_keys,
@@ -49,6 +54,7 @@ from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
+OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: whose it is
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -317,22 +323,54 @@ def _batches(names: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def own_directory(directory: Path, disk: Path | None) -> Path:
+class DiskOwner(Locked):
+    """Holds a disk tier's directory for one store until `close`. The processes of one store share
+    it, and open the store one at a time. The kernel drops the lock with its last holder."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+        super().__init__(disk / OWNER_FILE)
+
+    def take(self, store_id: str, store: Path) -> None:
+        """A `StoreError` while a process has another store open in this directory."""
+        try:
+            free = self._try_byte(0, fcntl.F_WRLCK)
+        except OSError as error:
+            _log.warning("disk tier: no locks in %s (%s); use it for one store", self._disk, error)
+            return
+        if free:  # no process has one open
+            line = f"{store_id} {store.absolute()}\n".encode()
+            os.pwrite(self._fd, line, 0)
+            os.ftruncate(self._fd, len(line))
+        shared = self._try_byte(0, fcntl.F_RDLCK)
+        found, _, where = os.pread(self._fd, 4096, 0).decode(errors="replace").partition(" ")
+        if not shared or found != store_id:
+            raise StoreError(
+                f"{self._disk} holds the files of another store that is in use (at "
+                f"{where.strip() or 'an unknown place'}, on its host or in its container); give "
+                f"each store a disk_path of its own (this one is at {store}), or end the engines "
+                "that use the other one"
+            )
+
+
+def own_directory(directory: Path, disk: Path | None, in_use: bool) -> Path:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
-    A process that looked elsewhere would take all files for lost, and remove their records."""
+    A process that looked elsewhere would take all files for lost, and remove their records. So the
+    tier does not move while other processes have the store open (`in_use`)."""
     link = directory / DISK_LINK
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
             _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
         return there
-    if disk is not None and disk.is_dir():  # it has moved: to there
+    if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
         link.unlink(missing_ok=True)
         link.symlink_to(disk.absolute())
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
         f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now, or remove the store "
-        "while no engine uses it"
+        "process; mount it (also in this container), name where it is now"
+        + (" when none of the processes that have the store open is left" if in_use else "")
+        + ", or remove the store while no engine uses it"
     )
