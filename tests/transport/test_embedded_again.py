@@ -87,6 +87,15 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
     one.store.close()
 
 
+def test_a_store_without_damage_is_verified_without_the_lock(tmp_path: Path) -> None:
+    one, stopped = Small(tmp_path), Small(tmp_path)
+    one.put("a", "b")
+    with stopped.tiers.lock.held(soon()):
+        assert one.store.verify(soon(1.0)) == (2, 0, 0, "")
+    stopped.store.close()
+    one.store.close()
+
+
 def test_updates_are_written_when_the_lock_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +400,21 @@ def test_parts_of_the_dead_whose_objects_were_removed(tmp_path: Path) -> None:
     walked(two)
     assert mine.exists() and not theirs.exists()
     two.store.close()
+    one.store.close()
+
+
+def test_a_disk_that_is_elsewhere_for_this_process(tmp_path: Path) -> None:
+    """A container shares memory with the store's processes, but not their disk. It is refused, and
+    takes nothing away."""
+    one, two, key = demoted(tmp_path)
+    two.store.close()
+    (tmp_path / "d").rename(tmp_path / "theirs")
+    (tmp_path / "mine").mkdir(mode=0o700)
+    with pytest.raises(StoreError, match="have the store open"):
+        EmbeddedStore(tmp_path / "s", 1 << 20, tmp_path / "mine", 64 << 20, slots=1 << 10)
+    assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
+    (tmp_path / "theirs").rename(tmp_path / "d")
+    assert one.get(key) is Outcome.DONE
     one.store.close()
 
 

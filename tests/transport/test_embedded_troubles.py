@@ -4,6 +4,8 @@ restarts of the host with many files."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -19,13 +21,14 @@ import pytest
 import xxhash
 
 from kvferry.carriers.base import MemoryRegion
+from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena, disk, eviction
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
-from pool_peers import in_pieces, tiers_of
+from pool_peers import Peer, in_pieces, tiers_of
 from waiting import wait_until
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -284,9 +287,9 @@ def test_clear_removes_what_no_record_names(tmp_path: Path) -> None:
         one.put(f"a{i}")
     (lost,) = one.index.in_state(ix.DISK)[:1]
     one.index.state[lost] = ix.GHOST
-    theirs = tmp_path / "d" / "ab" / ("ab" * 16)
+    theirs = tmp_path / "d" / "ab" / "notes"
     theirs.parent.mkdir(exist_ok=True)
-    theirs.write_bytes(b"another program's, with a name like ours, and long enough for a header")
+    theirs.write_bytes(b"another program's")
     one.store.clear(soon())
     assert files_of(tmp_path) == [theirs]
     one.store.close()
@@ -297,6 +300,51 @@ def test_clear_removes_what_no_record_names(tmp_path: Path) -> None:
 
 def count_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_two_stores_on_one_disk(tmp_path: Path) -> None:
+    """Refused while the first is in use, by any process, and nothing of it touched."""
+    first, again = Small(tmp_path, disk=4 << 20), Small(tmp_path, disk=4 << 20)
+    keys = [f"a{i}" for i in range(15)]
+    for key in keys:
+        first.put(key)
+    part = tmp_path / "d" / ".part-1-99"
+    part.write_bytes(b"being written")
+    before = files_of(tmp_path)
+    open_files = count_open_files()
+    for _ in range(3):
+        with pytest.raises(StoreError, match="disk_path of its own") as refused:
+            Small(tmp_path, disk=4 << 20, name="other")
+        assert str(tmp_path / "s") in str(refused.value)
+        del refused
+    wait_until(lambda: count_open_files() <= open_files)  # other threads open and close some too
+    assert files_of(tmp_path) == before and part.exists()
+    first.store.close()
+    with pytest.raises(StoreError, match="disk_path of its own"):  # a second process has it open
+        Small(tmp_path, disk=4 << 20, name="other")
+    assert {again.get(key) for key in keys} == {Outcome.DONE}
+    again.store.close()
+    after = len(files_of(tmp_path))
+    other = Small(tmp_path, disk=4 << 20, name="other")  # no store's now, and taken in
+    assert other.store.counters()["objects"] == after >= len(before)
+    with pytest.raises(StoreError, match="disk_path of its own"):  # and no longer the first one's
+        Small(tmp_path, disk=4 << 20)
+    other.store.close()
+
+
+def test_a_killed_process_holds_no_disk(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+from pool_peers import Peer
+peer = Peer(Path({str(tmp_path)!r}))
+os.kill(os.getpid(), 9)
+"""
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
+    assert child.returncode == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "memory")
+    Peer(tmp_path).close()
 
 
 def test_a_file_with_a_key_that_is_no_text(tmp_path: Path) -> None:
@@ -354,6 +402,38 @@ def test_taking_in_files_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert bytes_on_disk(tmp_path) == first.store.counters()["disk_bytes"]
     second.store.close()
     first.store.close()
+
+
+@pytest.mark.parametrize("what", ["files", "folders"])
+def test_files_that_cannot_be_read_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A process without file descriptors to spare looks at files: they stay, and the next process
+    that opens the store takes them in."""
+    keys = left_behind(tmp_path)
+    before = files_of(tmp_path)
+
+    scandir = os.scandir
+
+    def none_left(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def no_folder(path: Any) -> Any:
+        return none_left() if len(Path(path).name) == 2 else scandir(path)
+
+    with monkeypatch.context() as patch:
+        if what == "files":
+            patch.setattr(DiskTier, "_open", none_left)
+        else:
+            patch.setattr(os, "scandir", no_folder)
+        one = Small(tmp_path, disk=64 << 20)
+        assert one.tiers.disk is not None and one.tiers.disk.wait(20)
+    assert files_of(tmp_path) == before and one.store.counters()["objects"] == 0
+    again = Small(tmp_path, disk=64 << 20)
+    wait_until(lambda: one.index.files_due == 0)
+    assert {again.get(key) for key in keys} == {Outcome.DONE}
+    again.store.close()
+    one.store.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "closed", "cleared"])

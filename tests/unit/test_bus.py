@@ -4,6 +4,7 @@ and the embedded store above it. `tests/gpu` has the same on a real one."""
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -575,6 +576,60 @@ def test_what_is_damaged_gone_or_on_disk(
     kept = [n for n in every if n not in gone]
     assert np.array_equal(now[:, kept], then[:, kept])
     assert inner.exists(["ns/0003", "ns/0004"], soon()).tolist() == [False, False]
+    store.close()
+
+
+class Gone(BaseException):
+    """Not an Exception."""
+
+
+@pytest.mark.parametrize("how", ["all read", "no thread", "one raises", "too late"])
+def test_what_is_on_disk_is_read_by_several_threads(
+    on: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """No thread writes to the cache any more when the call returns, in whatever way it ends."""
+    monkeypatch.setattr(device, "READERS", 3)
+    monkeypatch.setattr(device, "PARALLEL_BYTES", LAYERS * PAGE)
+    cache, inner, store = cache_and_store(tmp_path, disk=True)
+    before, every = cache.copy(), range(OBJECTS)
+    objects = blocks(cache, every)
+    assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
+    inner._tiers._evict(inner._index.find(*buses_keys(names(every))), soon())
+    cache[:] = 0
+    plain, begun, under_way = EmbeddedStore._read, threading.Barrier(3), []
+    readers: set[str] = set()
+
+    def read(self: EmbeddedStore, key: str | None, *rest: Any) -> Outcome:
+        mine = threading.current_thread().name
+        if how in ("all read", "one raises") and mine not in readers:
+            begun.wait(5)
+        readers.add(mine)
+        under_way.append(key)
+        try:
+            if how == "one raises" and key == names(every)[0]:
+                raise Gone
+            time.sleep(0.01)
+            return plain(self, key, *rest)
+        finally:
+            under_way.remove(key)
+
+    monkeypatch.setattr(EmbeddedStore, "_read", read)
+    if how == "no thread":
+        store._readers.close()
+    deadline = time.monotonic() + 0.05 if how == "too late" else soon()
+    if how == "one raises":
+        with pytest.raises(Gone):
+            store.get(names(every), whole(objects), deadline)
+    else:
+        found = store.get(names(every), whole(objects), deadline)
+        assert set(found) >= {Outcome.FAILED} if how == "too late" else {Outcome.DONE} == set(found)
+        right = [outcome is Outcome.DONE for outcome in found]
+        now, then = (c.reshape(LAYERS, OBJECTS, PAGE) for c in (cache, before))
+        assert np.array_equal(now[:, right], then[:, right])
+        assert not now[:, [not one for one in right]].any()
+    assert not under_way
+    if how != "too late":
+        assert len(readers) == (1 if how == "no thread" else 3)
     store.close()
 
 

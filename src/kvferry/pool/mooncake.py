@@ -535,13 +535,22 @@ def parts_of(wanted: Sequence[Slices]) -> Parts:
     """
     addresses, lengths = lists(wanted)
     if isinstance(wanted, AlikeSlices):
-        whole = list(range(len(wanted))) if _from_the_start(wanted[0]) else []
+        whole = list(range(len(wanted))) if _from_the_start([wanted[0]]) else []
         return Parts(addresses, lengths, [sum(lengths[0])] * len(wanted), whole)
-    whole = [at for at, one in enumerate(wanted) if _from_the_start(one)]
-    return Parts(addresses, lengths, [sum(one) for one in lengths], whole)
+    return Parts(addresses, lengths, [sum(one) for one in lengths], _from_the_start(wanted))
 
 
-def _from_the_start(wanted: Slices) -> bool:
-    """Whether these parts are contiguous in their object, from its first byte on."""
-    ends = np.cumsum(wanted.length)
-    return len(ends) > 0 and bool((wanted.offset == ends - wanted.length).all())
+def _from_the_start(wanted: Sequence[Slices]) -> list[int]:
+    """Which of these are contiguous in their object, from its first byte on."""
+    counts = np.array([len(one.length) for one in wanted], dtype=np.int64)
+    some = np.flatnonzero(counts)
+    if len(some) == 0:
+        return []
+    offset = np.concatenate([one.offset for one in wanted])
+    length = np.concatenate([one.length for one in wanted])
+    heads = np.cumsum(counts[some]) - counts[some]
+    follows = np.empty(len(offset), dtype=bool)
+    follows[1:] = offset[1:] == offset[:-1] + length[:-1]
+    follows[heads] = offset[heads] == 0
+    found: list[int] = some[np.logical_and.reduceat(follows, heads)].tolist()
+    return found

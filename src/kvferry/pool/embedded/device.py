@@ -10,14 +10,17 @@
 
 What cannot go this way (`carriers/cuda/bus.py`) goes through buffers, as in a `StagedStore`:
 objects on disk, objects that went while they were read or are damaged, objects whose length a
-device does not hash, and all of them where the bus fails.
+device does not hash, and all of them where the bus fails. Several threads read them if they are
+large together: here a processor copies and hashes every byte.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -47,7 +50,7 @@ from kvferry.pool.store import (
     sizes_of,
 )
 from kvferry.pool.wrappers import StagedStore
-from kvferry.workers import start_compiler
+from kvferry.workers import Call, Threads, start_compiler
 
 log = logging.getLogger("kvferry")
 # While the objects of one part cross the bus, those of the next one are found or reserved. Two
@@ -57,6 +60,8 @@ PUT_OBJECTS = 512
 FIRST_OBJECTS, GET_OBJECTS = 64, 256
 PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
+READERS = min(4, max(1, (os.cpu_count() or 1) // 4))  # the engine needs the other cores
+PARALLEL_BYTES = 8 << 20  # threads share a larger read through buffers
 PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
 
 
@@ -66,6 +71,7 @@ class DeviceStore(StagedStore):
     def __init__(self, store: EmbeddedStore, memory: Memory, bus: Bus) -> None:
         super().__init__(store, memory)
         self._embedded, self._bus = store, bus
+        self._readers = Threads("kvferry-pool-read", max(1, READERS - 1))  # besides the caller's
         start_compiler(self._warm, "kvferry-pool-warm")
         arena = store.arena_memory
         self._part_bytes = min(PART_BYTES, arena.bytes // PART_SHARE)
@@ -139,10 +145,40 @@ class DeviceStore(StagedStore):
         for at in np.flatnonzero(done).tolist():
             outcomes[at] = Outcome.DONE
         if left:
-            told = super().get([keys[i] for i in left], [wanted[i] for i in left], deadline)
+            some = [wanted[i] for i in left]
+            told = self._get_buffered([keys[i] for i in left], some, deadline)
             for at, outcome in zip(left, told, strict=True):
                 outcomes[at] = outcome
         return outcomes
+
+    def _get_buffered(
+        self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float
+    ) -> list[Outcome]:
+        """When this ends, no thread works on any part: the caller takes the memory back."""
+        shared = int(sizes_of(wanted).sum()) > PARALLEL_BYTES
+        count = min(READERS, len(keys)) if shared else 1
+        outcomes = [Outcome.FAILED] * len(keys)
+        read = super().get
+
+        def read_part(first: int) -> None:
+            outcomes[first::count] = read(keys[first::count], wanted[first::count], deadline)
+
+        calls = [Call(partial(read_part, first)) for first in range(count)]
+        for call in calls[1:]:
+            try:
+                self._readers.submit(call)
+            except KvferryError as error:
+                log.warning("blocks are read by fewer threads: %s", text_of(error))
+                call()
+        calls[0]()
+        failed = [raised for call in calls if (raised := call.exception()) is not None]
+        if failed:
+            raise failed[0]
+        return outcomes
+
+    def close(self) -> None:
+        super().close()
+        self._readers.close()
 
     def _get_direct(
         self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float, done: Bools

@@ -4,8 +4,11 @@
 A file appears under its name only when all its bytes are written (another name, then rename).
 Nothing is synced: after a loss of power a file may be short or wrong, which its header, its size
 and its checksums show. The directory may hold other things. Only names that this module gives (32
-hexadecimal digits in the folder of their first two, parts with two numbers) are looked at. Two
-stores must not share a directory: they would remove each other's files as left behind.
+hexadecimal digits in the folder of their first two, parts with two numbers) are looked at.
+
+A directory belongs to one store: two would remove each other's files as left behind. `DiskOwner`
+keeps a file there locked, which names the store. Stores in containers with a /dev/shm of their own
+have one path and are two, so the name is a number.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
 file without a record takes room that no process knows of. Either the index is new (the host was
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -40,6 +44,7 @@ from kvferry.pool.embedded.arena import Image, header_bytes, open_image
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
+    Locked,
     Members,
     SharedIndex,
     hash_keys,
@@ -49,6 +54,7 @@ from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
+OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: whose it is
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +66,7 @@ _DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
-LOCK_SECONDS = 10.0  # of a walk: a process holds the lock for microseconds, unless it is stopped
+LOCK_SECONDS = 4.0  # of a walk; less than a store that is closed waits for its calls
 HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
 
 
@@ -81,6 +87,7 @@ class DiskTier:
         self._made: set[str] = set()
         self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
         self._walking: threading.Thread | None = None
+        self._unread = False  # whether a walk passed over files that it could not read
 
     def path(self, name: str) -> Path:
         return self._directory / name[:2] / name
@@ -161,32 +168,42 @@ class DiskTier:
                     part.unlink()
 
     def header(self, name: str) -> Image | None:
-        """The header of a file, if it is whole and the file has the size that it says."""
-        try:
-            fd = self._open(name)
-        except OSError:
-            return None
+        """The header of a file, if it is whole and the file has the size that it says. An `OSError`
+        if the file is gone, or cannot be read now, which says nothing about the object."""
+        fd = self._open(name)
         try:
             size = os.fstat(fd).st_size
             most = min(header_bytes(_LONGEST_KEY_BYTES, size), _LONGEST_HEADER_BYTES)
             image = open_image(memoryview(os.pread(fd, most, 0)))
-        except OSError:
-            return None
         finally:
             os.close(fd)
         return image if image is not None and image.header_bytes + image.length == size else None
 
     def names(self) -> Iterator[str]:
         """Every file with a name of the store's, folder by folder."""
-        for folder in sorted(self._directory.glob("??")):
-            try:
-                entries = list(os.scandir(folder))
-            except OSError:  # not a folder, or it is gone
+        for folder in sorted(one.name for one in self._entries(self._directory)):
+            if len(folder) != 2:
                 continue
-            for entry in entries:
-                ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
+            for entry in self._entries(self._directory / folder):
+                ours = _NAME.fullmatch(entry.name) and entry.name.startswith(folder)
                 if ours and entry.is_file(follow_symlinks=False):
                     yield entry.name
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as entries:
+                return list(entries)
+        except OSError as error:
+            self._note_unread(folder, error)
+            return []
+
+    def _note_unread(self, path: Path, error: OSError) -> None:
+        """A walk passes over this path. Files that cannot be read now are left alone."""
+        if error.errno in _GONE:
+            return
+        if not self._unread:
+            _log.warning("disk tier: %s cannot be read now, and stays: %s", path, error)
+        self._unread = True
 
     # Files and records
 
@@ -239,7 +256,7 @@ class DiskTier:
     def _walk_alone(self) -> None:
         with self._locked(_lock_deadline()):  # no process becomes a member without it
             self.clean(lambda member: not self._members.alive(member))
-        adopting = self._index.files_due == ADOPT
+        adopting, self._unread = self._index.files_due == ADOPT, False
         for batch in _batches(self.names()):
             if self._calls.closing.is_set():
                 return
@@ -247,7 +264,7 @@ class DiskTier:
                 self._sweep(batch, _lock_deadline())
             elif not self._adopt(batch, _lock_deadline()):
                 return
-        if adopting:
+        if adopting and not self._unread:  # else the next process to open the store tries again
             with self._locked(_lock_deadline()):
                 self._index.files_due = 0
 
@@ -262,7 +279,11 @@ class DiskTier:
         whole: list[tuple[str, Image]] = []
         bad: list[str] = []
         for name in self._unrecorded(names):
-            image = self.header(name)
+            try:
+                image = self.header(name)
+            except OSError as error:
+                self._note_unread(self.path(name), error)
+                continue
             if image is not None and np.array_equal(hash_keys([image.key]), words_of([name])):
                 whole.append((name, image))
             else:
@@ -302,22 +323,54 @@ def _batches(names: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def own_directory(directory: Path, disk: Path | None) -> Path:
+class DiskOwner(Locked):
+    """Holds a disk tier's directory for one store until `close`. The processes of one store share
+    it, and open the store one at a time. The kernel drops the lock with its last holder."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+        super().__init__(disk / OWNER_FILE)
+
+    def take(self, store_id: str, store: Path) -> None:
+        """A `StoreError` while a process has another store open in this directory."""
+        try:
+            free = self._try_byte(0, fcntl.F_WRLCK)
+        except OSError as error:
+            _log.warning("disk tier: no locks in %s (%s); use it for one store", self._disk, error)
+            return
+        if free:  # no process has one open
+            line = f"{store_id} {store.absolute()}\n".encode()
+            os.pwrite(self._fd, line, 0)
+            os.ftruncate(self._fd, len(line))
+        shared = self._try_byte(0, fcntl.F_RDLCK)
+        found, _, where = os.pread(self._fd, 4096, 0).decode(errors="replace").partition(" ")
+        if not shared or found != store_id:
+            raise StoreError(
+                f"{self._disk} holds the files of another store that is in use (at "
+                f"{where.strip() or 'an unknown place'}, on its host or in its container); give "
+                f"each store a disk_path of its own (this one is at {store}), or end the engines "
+                "that use the other one"
+            )
+
+
+def own_directory(directory: Path, disk: Path | None, in_use: bool) -> Path:
     """The disk tier of an existing store: its creator's, whatever this process was configured with.
-    A process that looked elsewhere would take all files for lost, and remove their records."""
+    A process that looked elsewhere would take all files for lost, and remove their records. So the
+    tier does not move while other processes have the store open (`in_use`)."""
     link = directory / DISK_LINK
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
             _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
         return there
-    if disk is not None and disk.is_dir():  # it has moved: to there
+    if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
         link.unlink(missing_ok=True)
         link.symlink_to(disk.absolute())
         return disk
     where = link.readlink() if link.is_symlink() else "an unknown place"
     raise StoreError(
         f"the store at {directory} has a disk tier at {where}, which is not there for this "
-        "process; mount it (also in this container), name where it is now, or remove the store "
-        "while no engine uses it"
+        "process; mount it (also in this container), name where it is now"
+        + (" when none of the processes that have the store open is left" if in_use else "")
+        + ", or remove the store while no engine uses it"
     )

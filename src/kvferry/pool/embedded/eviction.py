@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.embedded.disk import DISK_LINK, DiskTier, own_directory
+from kvferry.pool.embedded.disk import DISK_LINK, DiskOwner, DiskTier, own_directory
 from kvferry.pool.embedded.index import (
     ADOPT,
     Calls,
@@ -111,16 +111,20 @@ class Tiers:
     ) -> None:
         self.members = Members(directory / "members")
         undo.callback(self.members.close)
-        self.index = index = SharedIndex(directory / "index", wanted, self.members.others())
+        in_use = self.members.others()
+        self.index = index = SharedIndex(directory / "index", wanted, in_use)
         undo.callback(index.close)
         self.policy = ConversationPolicy(index.history, index.learned)
         self.arena = Arena(directory / "arena", index)
         undo.callback(self.arena.close)
         if not index.created:
-            disk = own_directory(directory, disk) if index.geometry.disk_bytes else None
+            disk = own_directory(directory, disk, in_use) if index.geometry.disk_bytes else None
         self.disk: DiskTier | None = None
         if disk is not None:
             private_directory(disk)
+            owner = DiskOwner(disk)
+            undo.callback(owner.close)
+            owner.take(index.store_id, directory)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()

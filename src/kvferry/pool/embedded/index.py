@@ -158,13 +158,14 @@ class _Word:
 class SharedIndex:
     """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
 
-    # Words 0 to 3 are the magic number and the sizes, 12 and 13 the bar; counters follow from word
-    # 16 on. A process writes them with the lock, except for some counters, which may miss a few.
+    # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
+    # bar; counters follow from word 16 on. A process writes them with the lock, except for some
+    # counters, which may miss a few.
     dirty = _Word(8)  # a process holds the lock, or died with it
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
     gaps_stale = _Word(11)  # extents were given up since the gaps were found
-    files_due = _Word(14, 0, ADOPT)  # 4, 5 and 15 are of earlier versions
+    files_due = _Word(14, 0, ADOPT)  # 15 is of earlier versions
 
     low: Words
     high: Words
@@ -252,6 +253,14 @@ class SharedIndex:
                 "else; name another directory, or remove it while no engine uses it"
             )
         return Geometry(slots, memory, disk)
+
+    @property
+    def store_id(self) -> str:
+        """This store's identity; made when it is first asked for, with the lock."""
+        words = self._header[4:6]
+        if not words.any():
+            words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
+        return str(words.tobytes().hex())
 
     @property
     def bar(self) -> tuple[float, float]:
@@ -400,6 +409,20 @@ class Locked:
             return False
         return True
 
+    def _try_byte(self, number: int, kind: int) -> bool:
+        """Whether one byte could be locked now. A lock of another kind is replaced in one step."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(kind, number))
+        except OSError as error:
+            if error.errno not in _BUSY:
+                raise
+            return False
+        return True
+
+    @staticmethod
+    def _flock(kind: int, number: int, count: int = 1) -> bytes:
+        return _FLOCK.pack(kind, os.SEEK_SET, number, count, 0)
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -479,10 +502,9 @@ class Members(Locked):
 
     def _lock(self, number: int, kind: int = fcntl.F_WRLCK) -> bool:
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._flock(kind, number))
+            return self._try_byte(number, kind)
         except OSError:
             return False
-        return True
 
     @contextlib.contextmanager
     def walking(self) -> Iterator[bool]:
@@ -493,10 +515,6 @@ class Members(Locked):
         finally:
             if alone:
                 self._lock(0, fcntl.F_UNLCK)
-
-    @staticmethod
-    def _flock(kind: int, number: int, count: int = 1) -> bytes:
-        return _FLOCK.pack(kind, os.SEEK_SET, number, count, 0)
 
     def alive(self, number: int) -> bool:
         """Whether the process with this number still lives."""

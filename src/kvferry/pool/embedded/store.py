@@ -321,7 +321,8 @@ class EmbeddedStore:
             offset, size = int(index.offset[row]), int(index.image_bytes[row])
             image = open_image(self._tiers.arena.view(offset, size))
         elif disk is not None:
-            image = disk.header(name)
+            with contextlib.suppress(OSError):  # then its name stands for its key
+                image = disk.header(name)
         tiers = {ix.MEMORY: "memory", ix.DISK: "disk", ix.BOTH: "both"}
         return Listed(
             key=image.key if image else name,
@@ -349,11 +350,12 @@ class EmbeddedStore:
                 continue
             good += outcome is Outcome.DONE
             corrupt += outcome is Outcome.CORRUPT
-        try:
-            with self._tiers.locked(deadline):  # which removes the damaged ones first
-                pass
-        except StoreError as error:  # damaged objects are still there
-            corrupt, unread, why = 0, unread + corrupt, why or str(error)
+        if corrupt:
+            try:
+                with self._tiers.locked(deadline):  # which removes the damaged ones first
+                    pass
+            except StoreError as error:  # they are still there
+                corrupt, unread, why = 0, unread + corrupt, why or str(error)
         return Verified(good, corrupt, unread, why)
 
     @_call
