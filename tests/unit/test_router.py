@@ -591,6 +591,17 @@ def test_what_cannot_be_handed_over(more: dict[str, Any], reason: str | None) ->
     assert Generation(json.dumps({"prompt": "x"} | more).encode()).decode_only_because() == reason
 
 
+def test_a_request_has_1024_fields_at_most() -> None:
+    def body(count: int) -> bytes:
+        return json.dumps({str(i): 1 for i in range(count)}).encode()
+
+    assert len(Generation(body(1024)).fields) == 1024
+    for count in (1025, 450_000):  # fewer than the colons that are allowed
+        with pytest.raises(ApiError, match="1024 fields at most") as refused:
+            Generation(body(count))
+        assert b'"too_many_fields"' in refused.value.answer.body
+
+
 def test_decode_only_requests_go_as_they_came() -> None:
     with cluster() as c:
         raw = b'{ "prompt":["a", "b"],"seed":1.0 }'
