@@ -4,8 +4,8 @@
 A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
 is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
 that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
-connection that its engine closes, or on which it sends anything, is forgotten; one that was idle
-for too long is closed when it would be used next.
+connection that its engine closes, or on which it sends anything, is forgotten. One that was idle
+for too long is closed when it would be used next, or when another one needs its place.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
 to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
@@ -20,6 +20,7 @@ import select
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
@@ -154,6 +155,11 @@ class EngineTransport:
         for connection in list(self.connections):
             connection.close()
 
+    def close_idle(self, origin: EngineOrigin) -> None:
+        """Nobody will ask this server soon."""
+        for connection in list(self._idle.get(origin, ())):
+            connection.close()
+
     def _take(self, origin: EngineOrigin) -> _Connection | None:
         now = asyncio.get_running_loop().time()
         while idle := self._idle.get(origin):
@@ -196,12 +202,20 @@ class EngineTransport:
 
     def free(self, connection: _Connection) -> None:
         """A connection has brought its answer, and can bring another one."""
+        now = asyncio.get_running_loop().time()
+        if self.idle_count >= self._most_idle:
+            self._close_expired(now)
         if self.idle_count >= self._most_idle:
             connection.close()
             return
         self._idle.setdefault(connection.origin, {})[connection] = None
         self.idle_count += 1
-        connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
+        connection.expires = now + self._idle_seconds
+
+    def _close_expired(self, now: float) -> None:
+        for idle in list(self._idle.values()):
+            for connection in list(takewhile(lambda c: c.expires <= now, idle)):
+                connection.close()
 
     def _not_idle(self, connection: _Connection) -> None:
         if not connection.expires:
