@@ -253,6 +253,7 @@ class ApiRoute:
         """Serve the request, or answer with an error. Returns how it ended."""
         router, headers = self._router, request.head.headers
         seconds: float | None = None
+        deadline = asyncio.timeout(None)
         try:
             try:
                 _require_method(request, self._methods)
@@ -261,7 +262,7 @@ class ApiRoute:
                 if router.engine_key is not None:
                     asked.headers = router.engine_key.replace(asked.headers)
                 seconds = client_seconds(headers, router.limits.answer_seconds)
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(seconds) as deadline:
                     await self._serve(asked, request, reply)
             except ApiError as error:
                 await reply.send(error.answer)
@@ -275,15 +276,6 @@ class ApiRoute:
             assert task is not None
             task.uncancel()
             return "client_gone"
-        except TimeoutError:  # all other ones have become an error of an engine, or of the request
-            message = f"the deadline of {seconds:g} s that this request named is over"
-            asked.trail.append(message)
-            with suppress(ClientGone):
-                if reply.status:
-                    await reply.cut("deadline_exceeded", message)
-                else:
-                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
-            return "deadline"
         except EngineFailure as error:
             asked.failed(str(error))
             how = "fell silent" if error.timed_out else "broke off"
@@ -292,7 +284,17 @@ class ApiRoute:
                 f"the decode engine {how} in the middle of this answer",
             )
             return "broken_stream"
-        except Exception:  # a bug of the router
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                message = f"the deadline of {seconds:g} s that this request named is over"
+                asked.trail.append(message)
+                with suppress(ClientGone):
+                    if reply.status:
+                        await reply.cut("deadline_exceeded", message)
+                    else:
+                        await reply.send(ApiError(504, "deadline_exceeded", message).answer)
+                return "deadline"
+            # A bug of the router. All other timeouts are an engine's error, or the request's.
             log.exception("request %s broke the router", asked.request_id.decode())
             if reply.status:
                 request.abort()
