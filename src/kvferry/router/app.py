@@ -146,7 +146,7 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a request makes hundreds of objects, few in circles
     with suppress(KeyboardInterrupt):  # drained by then
-        RouterServer(settings, listen).run()
+        RouterServer(settings, listen, connections.guard).run()
 
 
 # Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but

@@ -92,6 +92,7 @@ class ClientConnection(asyncio.Protocol):
 
     def opened(self) -> None:
         """The connection is admitted, and HTTP begins."""
+        self.stopping = self.guard.stopping
         self.server_state.connections.add(self)  # type: ignore[arg-type]
         if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
             self.transport.max_size = _MOST_BYTES

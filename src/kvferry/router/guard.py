@@ -261,6 +261,7 @@ class Guard:
         # By stage; connections that reached the stage first come first.
         self._stages: dict[Stage, dict[ClientConnection, None]] = {stage: {} for stage in Stage}
         self._sweeping = False
+        self.stopping = False  # connections that open now get one answer
 
     @property
     def backlog(self) -> int:
