@@ -430,7 +430,10 @@ class Fleet:
         elif not self.some_up("decode"):
             self.turns.stir()
         for listener in self._listeners:
-            listener(FleetChange(kind, engine))
+            try:
+                listener(FleetChange(kind, engine))
+            except Exception:  # a listener's bug must not keep the fleet from changing
+                log.exception("a listener failed at %s of %s", kind, engine.url)
 
     # Which one is next
 
