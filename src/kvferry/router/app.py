@@ -35,7 +35,7 @@ from kvferry.router.api import (
     json_answer,
     request_id_of,
 )
-from kvferry.router.clients import ClientConnection, ClientRequest, Route, not_served
+from kvferry.router.clients import ClientConnection, ClientRequest, Route, require_method
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
@@ -176,7 +176,7 @@ class StatusRoute:
 
     async def serve(self, request: ClientRequest) -> None:
         try:
-            _require_method(request, self._methods)
+            require_method(request, self._methods)
             answer = await self._answer(request)
         except ApiError as error:
             answer = error.answer
@@ -186,13 +186,6 @@ class StatusRoute:
             log.exception("%s %s broke the router", request.head.method, request.path)
             answer = _broken().answer
         request.answer(answer)
-
-
-def _require_method(request: ClientRequest, methods: Collection[str]) -> None:
-    if request.head.method not in methods:
-        error = not_served(405, request)
-        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
-        raise error
 
 
 def _broken() -> ApiError:
@@ -256,7 +249,7 @@ class ApiRoute:
         deadline = asyncio.timeout(None)
         try:
             try:
-                _require_method(request, self._methods)
+                require_method(request, self._methods)
                 if router.keys is not None:
                     asked.client = router.keys.require(headers)
                 if router.engine_key is not None:
