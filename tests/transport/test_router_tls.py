@@ -109,13 +109,13 @@ def test_connections_that_never_shake_hands(identity: Identity) -> None:
 def test_a_connection_that_opens_while_the_router_drains_gets_one_answer(
     identity: Identity,
 ) -> None:
-    with (
-        router_process({"drain_seconds": 60.0}, more=arguments(identity)) as router,
-        router.connect() as late,
-        httpx.Client(verify=identity.trusted(), trust_env=False, timeout=30) as client,
-    ):
+    with router_process({"drain_seconds": 60.0}, more=arguments(identity)) as router:
         body = {"prompt": "held", "stream": True}
-        with client.stream("POST", address(router), json=body) as held:  # keeps the router alive
+        with (
+            router.connect() as late,
+            httpx.Client(verify=identity.trusted(), trust_env=False, timeout=30) as client,
+            client.stream("POST", address(router), json=body) as held,  # keeps the router alive
+        ):
             events = held.iter_bytes()
             next(events)
             router.process.send_signal(signal.SIGTERM)
