@@ -505,6 +505,10 @@ def test_idle_connections_are_few_and_expire() -> None:
             expire(pool)
             await client.get()
             assert server.connections == 6 and len(pool.connections) == pool.idle_count == 1
+            await asyncio.gather(client.get(), client.get())
+            next(iter(pool._idle[address_of_url(client.url).origin])).expires -= 60.0
+            await client.get()  # on the newest one; the oldest has expired
+            assert server.connections == 7 and len(pool.connections) == pool.idle_count == 1
 
     asyncio.run(run())
 
