@@ -389,10 +389,11 @@ async def test_garbage_is_counted_and_skipped(w: World) -> None:
     await w.publisher.send(b"")
     await w.publisher.send(b"", b"\x00" * 7, b"")
     await w.publisher.send(b"", b"\x00" * 8, b"", b"")
-    await w.publisher.publish(stored(1), {"type": "BlockMoved", "to": 7}, stored(2), {}, {"a": 1})
+    new = {"type": "BlockMoved", "to": 7}
+    await w.publisher.publish(stored(1), new, stored(2), 5, [], None, {})
     await w.until(lambda: w.held(2) == 12)
     assert (w.held(1), w.stats.state) == (12, "live")
-    assert w.stats.garbage == before + 3 + 3
+    assert w.stats.garbage == before + 3 + 5
     # a batch that cannot be read may have been a removal
     await w.publisher.publish_bytes(b"\xc1 no msgpack")
     await w.until(lambda: w.stats.state == "lost")
@@ -455,5 +456,9 @@ def test_kinds_of_events_that_are_new_are_left_out() -> None:
     batch = decode(msgspec.msgpack.encode([1.5, [known, new, removed, Cleared()], 3, "new"]))
     assert batch is not None
     assert (batch.events, batch.unreadable) == ([known, removed, Cleared()], 1)
+    # what is no event
+    batch = decode(msgspec.msgpack.encode([1.5, [5, known, [], ["BlockRemoved", [7]], {7: 1}]]))
+    assert batch is not None and (batch.events, batch.unreadable) == ([known], 4)
+    assert decode(msgspec.msgpack.encode([1.5, []])) is not None
     # the arrays of older engines: what cannot be read at all is lost
     assert decode(msgspec.msgpack.encode([1.5, [["BlockRemoved", [7], "GPU"]]])) is None

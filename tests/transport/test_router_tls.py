@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
 import time
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from router_process import RouterProcess, router_process
+from router_process import HELD_EVENTS, RouterProcess, router_process
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -103,6 +104,35 @@ def test_connections_that_never_shake_hands(identity: Identity) -> None:
         wait_until(lambda: router.files() <= files)
         assert not any("out of system resource" in line for line in router.log)
         assert not any("Traceback" in line for line in router.log), "".join(router.log)
+
+
+def test_a_connection_that_opens_while_the_router_drains_gets_one_answer(
+    identity: Identity,
+) -> None:
+    with router_process({"drain_seconds": 60.0}, more=arguments(identity)) as router:
+        body = {"prompt": "held", "stream": True}
+        with (
+            router.connect() as late,
+            httpx.Client(verify=identity.trusted(), trust_env=False, timeout=30) as client,
+            client.stream("POST", address(router), json=body) as held,  # keeps the router alive
+        ):
+            events = held.iter_bytes()
+            next(events)
+            router.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: _refused(router.port))
+            with identity.trusted().wrap_socket(late, server_hostname="127.0.0.1") as secure:
+                secure.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                answer = b"".join(iter(lambda: secure.recv(1 << 16), b""))
+            head = answer.partition(b"\r\n\r\n")[0].lower()
+            assert head.startswith(b"http/1.1 200") and b"\r\nconnection: close" in head
+            router.decode.go_on.set()
+            assert b"".join(events).endswith(HELD_EVENTS[-1])
+        assert router.process.wait(20) == -signal.SIGTERM  # drained
+
+
+def _refused(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_engines_by_https(identity: Identity) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from kvferry.router.api import Answer, Limits
 from kvferry.router.choice.model import PARTS, Decision, Option
+from kvferry.router.guard import ClientGone
 from kvferry.router.page import live as live_module
 from kvferry.router.page.live import (
     CacheNow,
@@ -562,6 +563,35 @@ def test_viewers_have_places_and_give_them_back() -> None:
         await until(lambda: late.status == 200)
         await gone(*tasks)
         assert world.live.watched == 0
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_breaks_ends_its_connection_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        world = World()
+        stream = LiveStream(world.live, Limits())
+        broken, left, good = viewers = [Viewer() for _ in range(3)]
+        tasks = [viewer.served_by(stream) for viewer in viewers]
+        await until(lambda: all(viewer.events for viewer in viewers))
+
+        def fail(error: Exception) -> Callable[[bytes], None]:
+            def write(data: bytes) -> None:
+                raise error
+
+            return write
+
+        broken.write = fail(ZeroDivisionError())  # type: ignore[method-assign]
+        left.write = fail(ClientGone())  # type: ignore[method-assign]
+        world.after(1)
+        await until(lambda: tasks[0].done() and tasks[1].done() and len(good.events) == 2)
+        assert [viewer.status for viewer in viewers] == [-1, 200, 200]
+        assert not tasks[0].exception() and not tasks[1].exception()
+        assert caplog.text.count("the stream of a viewer of the page at 127.0.0.1 broke") == 1
+        assert "ZeroDivisionError" in caplog.text and world.live.watched == 1
+        await gone(*tasks)
 
     asyncio.run(run())
 

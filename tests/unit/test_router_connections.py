@@ -17,6 +17,7 @@ from itertools import pairwise
 import h11
 import pytest
 
+from kvferry.router.api import EngineSpec
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,
@@ -24,7 +25,9 @@ from kvferry.router.fleet.connections import (
     UnfitRequest,
     address_of_url,
 )
+from kvferry.router.fleet.engines import Fleet
 from kvferry.router.http1 import Body, HttpError
+from router_cluster import QUICK
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Odd: A\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -488,14 +491,54 @@ def test_a_stream_that_breaks_or_falls_silent_is_an_error(
     asyncio.run(run())
 
 
+def expire(pool: EngineTransport) -> None:
+    for connection in pool.connections:
+        connection.expires -= 60.0
+
+
 def test_idle_connections_are_few_and_expire() -> None:
     async def run() -> None:
         server = bytes_of(WHOLE)
-        async with asking(server, most_idle=2, idle_seconds=0.0) as (client, pool):
+        async with asking(server, most_idle=2, idle_seconds=60.0) as (client, pool):
             await asyncio.gather(*(client.get() for _ in range(5)))
             assert server.connections == 5 and len(pool.connections) == pool.idle_count == 2
+            expire(pool)
             await client.get()
             assert server.connections == 6 and len(pool.connections) == pool.idle_count == 1
+            await asyncio.gather(client.get(), client.get())
+            next(iter(pool._idle[address_of_url(client.url).origin])).expires -= 60.0
+            await client.get()  # on the newest one; the oldest has expired
+            assert server.connections == 7 and len(pool.connections) == pool.idle_count == 1
+
+    asyncio.run(run())
+
+
+def test_a_burst_to_one_engine_leaves_room_for_the_others() -> None:
+    async def run() -> None:
+        a, b = bytes_of(WHOLE), bytes_of(WHOLE)
+        async with asking(a, most_idle=2, idle_seconds=60.0) as (to_a, pool), asking(b) as (own, _):
+            to_b = Client(pool, own.url)
+            await asyncio.gather(*(to_a.get() for _ in range(5)))
+            await to_b.get()
+            assert pool.idle_count == 2  # all of them connections to A
+            expire(pool)
+            for _ in range(3):
+                await to_b.get()
+            assert b.connections == 2 and len(pool.connections) == pool.idle_count == 1
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
+    async def run() -> None:
+        async with asking(bytes_of(WHOLE)) as (client, _):
+            urls = (client.url.removesuffix("/x"), "http://bü..cher:9")  # one has no name in DNS
+            fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
+            await fleet.check(fleet.engines[0])
+            assert fleet.transport.idle_count == 1
+            for engine in fleet.engines:
+                fleet.remove(engine)
+            assert not fleet.transport.connections and not fleet.engines
 
     asyncio.run(run())
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import EngineSpec
-from kvferry.router.fleet.engines import Fleet
+from kvferry.router.fleet.engines import Fleet, FleetChange
 from router_cluster import QUICK, decoders, quick
 
 
@@ -79,6 +79,20 @@ def test_a_drained_engine_stays_until_its_tickets_are_used() -> None:
         assert fleet.get(b.url) is b
 
     asyncio.run(run())
+
+
+def test_a_listener_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = decoders("")
+    heard = []
+
+    def broken(change: FleetChange) -> None:
+        raise ZeroDivisionError
+
+    fleet.on_change(broken)
+    fleet.on_change(heard.append)
+    fleet.add(spec("a"))
+    assert [change.kind for change in heard] == ["added"]
+    assert "a listener failed at added of http://a" in caplog.text
 
 
 def test_weights_share_the_load() -> None:

@@ -347,10 +347,14 @@ def test_a_body_that_breaks_behind_its_answer_gets_no_second_one() -> None:
 
 def test_methods_that_a_route_does_not_have() -> None:
     with cluster() as c:
-        for method, path in (("GET", "/v1/completions"), ("POST", "/v1/models")):
+        for method, path, allowed in (
+            ("GET", "/v1/completions", "POST"),
+            ("POST", "/v1/models", "GET, HEAD"),
+            ("POST", "/live/stream", "GET"),
+        ):
             got = c.client.request(method, path)
             assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
-            assert got.headers["allow"]
+            assert got.headers["allow"] == allowed
         assert c.client.post("/v1/completions?a=b", json={"prompt": "x"}).content == WHOLE
         assert c.client.post("/v1/%63ompletions", json={"prompt": "x"}).content == WHOLE
 

@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -156,6 +157,31 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     assert index._bits.bit_count() <= 40 and held(index, tokens) == {("b", "gpu"): 8}
     index.remove("a")
     assert "a" not in index.stats()
+
+
+def test_a_large_engine_is_forgotten_in_small_steps() -> None:
+    index, count = CacheIndex(), 10_000
+    a, b = Told(index, "a"), Told(index, "b")
+    large = numbers(4 * count, seed=1)
+    a.store(large)
+    b.store(large[:40])
+    index.forget("a")
+    assert held(index, large) == {("b", "gpu"): 40} and index.size == 10
+    left = [index.distinct]
+    while index._forgotten:
+        a.store(large[:20])  # of the engine's next life; what is left of the last one has no effect
+        assert held(index, large) == {("a", "gpu"): 20, ("b", "gpu"): 40}
+        left.append(index.distinct)
+    assert left[0] > count // 2 and all(old - new <= 1024 for old, new in pairwise(left))
+    assert index.distinct == 10 and index._bits.bit_count() == 2 and index.size == 15
+    # Not all of them are kept if they come faster than they go.
+    small = CacheIndex(most_blocks=3000)
+    c = Told(small, "c")
+    for seed in range(20):
+        c.store(numbers(4 * 2500, seed))
+        small.forget("c")
+        assert small.distinct <= 2 * 3000
+    assert held(small, numbers(40, 19)) == {}
 
 
 def test_a_reset_empties_the_engine_but_not_the_pool() -> None:

@@ -262,6 +262,22 @@ def test_busy_engines_429_with_the_time_of_the_next_turn() -> None:
         c.expect("requests_total", 'outcome="busy"', count=2)
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Request-Timeout": "9"}])
+def test_a_timeout_that_is_no_deadline_of_the_client_is_a_bug(
+    headers: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*asked: object) -> None:
+        raise TimeoutError("of something else")
+
+    with cluster() as c:
+        c.router.app.routes["/v1/completions"]._answer = broken
+        got = c.complete(headers)
+        assert (got.status_code, got.json()["error"]["code"]) == (500, "internal_error")
+        c.expect("requests_total", 'outcome="internal"', count=1)
+        c.expect("requests_total", 'outcome="deadline"', count=0)
+    assert "broke the router" in caplog.text and "of something else" in caplog.text
+
+
 def test_deadlines_that_clients_name() -> None:
     with cluster() as c:
         c.decode[0].script = ["hang"]

@@ -35,7 +35,7 @@ from kvferry.router.api import (
     json_answer,
     request_id_of,
 )
-from kvferry.router.clients import ClientConnection, ClientRequest, Route, not_served
+from kvferry.router.clients import ClientConnection, ClientRequest, Route, require_method
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
@@ -146,7 +146,7 @@ def serve(config: RouterConfig, listen: Listen) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a request makes hundreds of objects, few in circles
     with suppress(KeyboardInterrupt):  # drained by then
-        RouterServer(settings, listen).run()
+        RouterServer(settings, listen, connections.guard).run()
 
 
 # Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but
@@ -176,7 +176,7 @@ class StatusRoute:
 
     async def serve(self, request: ClientRequest) -> None:
         try:
-            _require_method(request, self._methods)
+            require_method(request, self._methods)
             answer = await self._answer(request)
         except ApiError as error:
             answer = error.answer
@@ -186,13 +186,6 @@ class StatusRoute:
             log.exception("%s %s broke the router", request.head.method, request.path)
             answer = _broken().answer
         request.answer(answer)
-
-
-def _require_method(request: ClientRequest, methods: Collection[str]) -> None:
-    if request.head.method not in methods:
-        error = not_served(405, request)
-        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
-        raise error
 
 
 def _broken() -> ApiError:
@@ -253,15 +246,16 @@ class ApiRoute:
         """Serve the request, or answer with an error. Returns how it ended."""
         router, headers = self._router, request.head.headers
         seconds: float | None = None
+        deadline = asyncio.timeout(None)
         try:
             try:
-                _require_method(request, self._methods)
+                require_method(request, self._methods)
                 if router.keys is not None:
                     asked.client = router.keys.require(headers)
                 if router.engine_key is not None:
                     asked.headers = router.engine_key.replace(asked.headers)
                 seconds = client_seconds(headers, router.limits.answer_seconds)
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(seconds) as deadline:
                     await self._serve(asked, request, reply)
             except ApiError as error:
                 await reply.send(error.answer)
@@ -275,15 +269,6 @@ class ApiRoute:
             assert task is not None
             task.uncancel()
             return "client_gone"
-        except TimeoutError:  # all other ones have become an error of an engine, or of the request
-            message = f"the deadline of {seconds:g} s that this request named is over"
-            asked.trail.append(message)
-            with suppress(ClientGone):
-                if reply.status:
-                    await reply.cut("deadline_exceeded", message)
-                else:
-                    await reply.send(ApiError(504, "deadline_exceeded", message).answer)
-            return "deadline"
         except EngineFailure as error:
             asked.failed(str(error))
             how = "fell silent" if error.timed_out else "broke off"
@@ -292,7 +277,17 @@ class ApiRoute:
                 f"the decode engine {how} in the middle of this answer",
             )
             return "broken_stream"
-        except Exception:  # a bug of the router
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                message = f"the deadline of {seconds:g} s that this request named is over"
+                asked.trail.append(message)
+                with suppress(ClientGone):
+                    if reply.status:
+                        await reply.cut("deadline_exceeded", message)
+                    else:
+                        await reply.send(ApiError(504, "deadline_exceeded", message).answer)
+                return "deadline"
+            # A bug of the router. All other timeouts are an engine's error, or the request's.
             log.exception("request %s broke the router", asked.request_id.decode())
             if reply.status:
                 request.abort()

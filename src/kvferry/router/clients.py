@@ -25,7 +25,7 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
@@ -92,6 +92,7 @@ class ClientConnection(asyncio.Protocol):
 
     def opened(self) -> None:
         """The connection is admitted, and HTTP begins."""
+        self.stopping = self.guard.stopping
         self.server_state.connections.add(self)  # type: ignore[arg-type]
         if hasattr(self.transport, "max_size"):  # asyncio's own transports without TLS
             self.transport.max_size = _MOST_BYTES
@@ -249,7 +250,7 @@ class ClientRequest:
         connection = self.connection
         route = connection.routes.get(self.path)
         if route is None:
-            self.answer(not_served(404, self).answer)
+            self.answer(_not_served(404, self).answer)
             return
         tasks = connection.server_state.tasks
         self.task = connection.loop.create_task(route.serve(self))
@@ -393,7 +394,15 @@ class ClientRequest:
             raise ClientGone
 
 
-def not_served(status: int, request: ClientRequest) -> ApiError:
+def require_method(request: ClientRequest, methods: Collection[str]) -> None:
+    """Refuse a request with another method. Raises ApiError."""
+    if request.head.method not in methods:
+        error = _not_served(405, request)
+        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
+        raise error
+
+
+def _not_served(status: int, request: ClientRequest) -> ApiError:
     """There is no such path (404), or it has no such method (405)."""
     code = "not_found" if status == 404 else "method_not_allowed"
     message = f"{request.head.method} {request.path} is not served by the router"

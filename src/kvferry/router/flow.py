@@ -76,7 +76,7 @@ from kvferry.router.fleet.engines import (
 )
 from kvferry.router.fleet.sources import Sources
 from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import Quota
+from kvferry.router.guard import MemoryLimit, Quota
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
@@ -142,7 +142,7 @@ class Router:
                 "engine_key", config.engine_key_file, self.engine_key.use, secret=True
             )
         self.places = Quota(config.limits.max_in_flight, config.limits.address_share)
-        self.memory = Quota(config.limits.max_held_bytes, config.limits.address_share)
+        self.memory = MemoryLimit(config.limits)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))

@@ -46,6 +46,7 @@ from kvferry.errors import DescriptionError
 from kvferry.net.keys import runtime_directory
 from kvferry.net.names import at_port
 from kvferry.router.clients import ClientConnection
+from kvferry.router.guard import Guard
 
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"
@@ -88,9 +89,10 @@ class Listen:
 class RouterServer(uvicorn.Server):
     """uvicorn's server, on sockets that can be taken over and handed over."""
 
-    def __init__(self, settings: uvicorn.Config, listen: Listen) -> None:
+    def __init__(self, settings: uvicorn.Config, listen: Listen, guard: Guard) -> None:
         super().__init__(settings)
         self._listen = listen
+        self._guard = guard
         self._door: _Door | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -118,6 +120,7 @@ class RouterServer(uvicorn.Server):
             self._door.close()
         for server in self.servers:
             server.close()
+        self._guard.stopping = True  # a handshake may still be under way
         connections: set[ClientConnection] = self.server_state.connections  # type: ignore[assignment]
         for connection in connections:
             connection.drain()

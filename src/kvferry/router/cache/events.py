@@ -319,23 +319,25 @@ class Batch:
 
 
 def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it; None if it is none. Events are maps.
+    """A batch as vLLM encodes it; None if it is none, or of an older vLLM, whose events are arrays.
 
-    Fields and kinds of events that newer versions add are left out.
+    Fields and kinds of events that newer versions add are left out, and so is what is no event.
     """
     try:
         return Batch(_EVENTS.decode(payload).events, 0)
     except _UNREADABLE:
         pass
     try:
-        maps = _MAPS.decode(payload).events
+        found = _ANYTHING.decode(payload).events
     except _UNREADABLE:
         return None
+    if found and not any(isinstance(one, dict) for one in found):
+        return None
     events: list[Event] = []
-    for one in maps:
+    for one in found:
         with suppress(*_UNREADABLE):
             events.append(msgspec.convert(one, Event))
-    return Batch(events, len(maps) - len(events))
+    return Batch(events, len(found) - len(events))
 
 
 class _EventBatch(msgspec.Struct, array_like=True):
@@ -343,13 +345,13 @@ class _EventBatch(msgspec.Struct, array_like=True):
     events: list[Event]
 
 
-class _MapBatch(msgspec.Struct, array_like=True):
+class _AnyBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[dict[str, Any]]
+    events: list[Any]
 
 
 _EVENTS = msgspec.msgpack.Decoder(_EventBatch)
-_MAPS = msgspec.msgpack.Decoder(_MapBatch)
+_ANYTHING = msgspec.msgpack.Decoder(_AnyBatch)
 
 
 def _digest(payload: bytes) -> bytes:

@@ -23,6 +23,9 @@ only skips blocks, and its events do not tell which ones: those have no place in
 
 Everything is bounded by `most_blocks`. The engine with the most blocks loses its oldest ones first,
 except those that were looked up since they were last spared.
+
+What is forgotten is not found any more at once, because its slots are out of use. Its blocks leave
+the dictionary in small steps, with later events and requests, so that requests need not wait.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ _MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
 _TURNED_OVER = 64
 # Of an engine's estimates leave together: the more did, the longer it takes to find the oldest.
 _DROPPED_SHARE = 64
+_SWEPT_EACH_TIME = 1024  # forgotten blocks, about 0.3 ms; a million of them take 0.4 s
 _TRIMMED_SHARE = 256  # of all blocks leave together, because finding the largest engine takes time
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
@@ -176,6 +180,8 @@ class CacheIndex:
         self._walks: dict[int, int] = {}  # by block size, the bits of the slots that are prefixes
         self._used: set[Digest] = set()  # digests that were looked up
         self._bits = 0  # that are in use
+        # Bits of slots that are out of use, and the blocks that may have them.
+        self._forgotten: deque[tuple[int, dict[Hash, Digest]]] = deque()
         self.size = 0  # blocks of all engines; one that two engines hold counts twice
 
     # Engines
@@ -238,7 +244,8 @@ class CacheIndex:
 
     @property
     def distinct(self) -> int:
-        """Blocks that engines told of; one that two engines hold counts once."""
+        """Blocks that engines told of, or that are not swept yet; one that two engines hold counts
+        once."""
         return len(self._where)
 
     # Lookups
@@ -472,22 +479,40 @@ class CacheIndex:
                 self._walks[slot.block_tokens] = self._walks.get(slot.block_tokens, 0) | bits
 
     def _retire(self, part: Publisher, keys: Iterable[tuple[Tier, int]]) -> None:
-        """Take slots out of use, and their bits off all blocks: about 50 ms for 100,000 blocks."""
-        gone = sum(part.slots.pop(key).bits for key in keys)
+        """Take slots out of use at once. `_sweep` takes their bits off the blocks."""
+        gone: dict[int, int] = {}  # bits by block size
+        for key in keys:
+            slot = part.slots.pop(key)
+            gone[slot.block_tokens] = gone.get(slot.block_tokens, 0) | slot.bits
         if not gone:
             return
-        for size, blocks in list(part.blocks.items()):
-            others = self._bits_of(part, size)
-            kept = {n: d for n, d in blocks.items() if self._unset(d, gone) & others}
-            self.size -= len(blocks) - len(kept)
-            if kept:
-                part.blocks[size] = kept
-            else:
-                del part.blocks[size]
-        part.copies = {key: count for key, count in part.copies.items() if not key[0] & gone}
-        self._pools = {key: left for key, bits in self._pools.items() if (left := bits & ~gone)}
-        self._bits &= ~gone
+        for size, bits in gone.items():
+            blocks, others = part.blocks.pop(size, {}), self._bits_of(part, size)
+            self.size -= len(blocks)
+            if others:
+                kept = {n: d for n, d in blocks.items() if self._where.get(d, 0) & others}
+                self.size += len(kept)
+                if kept:
+                    part.blocks[size] = kept
+            self._forgotten.append((bits, blocks))
+        all_bits = sum(gone.values())
+        part.copies = {key: count for key, count in part.copies.items() if not key[0] & all_bits}
+        self._pools = {key: left for key, bits in self._pools.items() if (left := bits & ~all_bits)}
         self._plan_walks()
+        self._sweep(_SWEPT_EACH_TIME)
+
+    def _sweep(self, count: int) -> None:
+        """Take the bits of slots that are out of use off `count` blocks. Until all blocks of a slot
+        are swept, no other slot gets its bits."""
+        while self._forgotten:
+            bits, blocks = self._forgotten[0]
+            while blocks and count:
+                self._unset(blocks.popitem()[1], bits)
+                count -= 1
+            if blocks:
+                return
+            self._forgotten.popleft()
+            self._bits &= ~bits
 
     def _shared_bits(self, slot: Slot) -> int:
         """A slot's bits; in a pool, those of all engines whose blocks are the same."""
@@ -531,6 +556,9 @@ class CacheIndex:
     # Bounds
 
     def _tidy(self) -> None:
+        if self._forgotten:
+            unswept = sum(len(blocks) for _, blocks in self._forgotten)
+            self._sweep(max(_SWEPT_EACH_TIME, unswept - self.most_blocks))
         while self.size > self.most_blocks:
             part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
             self._trim(part, self.size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)

@@ -4,8 +4,9 @@
 A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
 is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
 that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
-connection that its engine closes, or on which it sends anything, is forgotten; one that was idle
-for too long is closed when it would be used next.
+connection that its engine closes, or on which it sends anything, is forgotten. One that was idle
+for too long is closed when its engine is asked next, which probes do, or when another one needs its
+place.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
 to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
@@ -20,6 +21,7 @@ import select
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
@@ -154,13 +156,17 @@ class EngineTransport:
         for connection in list(self.connections):
             connection.close()
 
+    def close_idle(self, origin: EngineOrigin) -> None:
+        """Nobody will ask this server soon."""
+        for connection in list(self._idle.get(origin, ())):
+            connection.close()
+
     def _take(self, origin: EngineOrigin) -> _Connection | None:
-        now = asyncio.get_running_loop().time()
+        self._close_expired([origin])
         while idle := self._idle.get(origin):
             connection = next(reversed(idle))
-            expired = connection.expires <= now
             self._not_idle(connection)
-            if not expired and not connection.spoiled():
+            if not connection.spoiled():
                 return connection
             connection.close()
         return None
@@ -197,11 +203,20 @@ class EngineTransport:
     def free(self, connection: _Connection) -> None:
         """A connection has brought its answer, and can bring another one."""
         if self.idle_count >= self._most_idle:
+            self._close_expired(list(self._idle))
+        if self.idle_count >= self._most_idle:
             connection.close()
             return
         self._idle.setdefault(connection.origin, {})[connection] = None
         self.idle_count += 1
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
+
+    def _close_expired(self, origins: list[EngineOrigin]) -> None:
+        now = asyncio.get_running_loop().time()
+        for origin in origins:
+            idle = self._idle.get(origin, {})
+            for connection in list(takewhile(lambda c: c.expires <= now, idle)):
+                connection.close()
 
     def _not_idle(self, connection: _Connection) -> None:
         if not connection.expires:

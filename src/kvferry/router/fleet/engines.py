@@ -31,7 +31,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -387,6 +387,8 @@ class Fleet:
         self._in_turn.remove(engine)
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
+        with suppress(UnicodeError):  # a host that is no name was never connected
+            self.transport.close_idle(address_of_url(engine.url).origin)
         self._tell(engine, "removed")
 
     @contextmanager
@@ -428,7 +430,10 @@ class Fleet:
         elif not self.some_up("decode"):
             self.turns.stir()
         for listener in self._listeners:
-            listener(FleetChange(kind, engine))
+            try:
+                listener(FleetChange(kind, engine))
+            except Exception:  # a listener's bug must not keep the fleet from changing
+                log.exception("a listener failed at %s of %s", kind, engine.url)
 
     # Which one is next
 

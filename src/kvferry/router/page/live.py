@@ -42,8 +42,8 @@ import msgspec
 
 from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.choice.model import PARTS, Decision
-from kvferry.router.clients import ClientRequest, not_served
-from kvferry.router.guard import Quota
+from kvferry.router.clients import ClientRequest, require_method
+from kvferry.router.guard import ClientGone, Quota
 
 log = logging.getLogger(__name__)
 
@@ -639,11 +639,9 @@ class LiveStream:
         self._viewers = Quota(limits.max_viewers, limits.address_share)
 
     async def serve(self, request: ClientRequest) -> None:
-        if request.head.method != "GET":
-            request.answer(not_served(405, request).answer)
-            return
         viewers = ("viewers of the page", "too_many_viewers", _RETRY_SECONDS)
         try:
+            require_method(request, ("GET",))
             with self._viewers.place(request.address, *viewers):
                 await self._show(request)
         except ApiError as error:
@@ -664,6 +662,11 @@ class LiveStream:
         except TimeoutError:
             seconds = _VIEWER_SECONDS
             log.info("a viewer of the page at %s took nothing for %g s", request.address, seconds)
+            request.abort()
+        except ClientGone:
+            pass
+        except Exception:  # the answer has begun, so the connection's end must say it
+            log.exception("the stream of a viewer of the page at %s broke", request.address)
             request.abort()
         finally:
             self._live.watched -= 1
