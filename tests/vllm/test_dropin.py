@@ -309,7 +309,7 @@ class TestFamily:
         assert reaches(lambda: "KV Transfer metrics: Ferry" in decode.tail(3000), True)
 
     def test_each_new_pair_is_described(self, family: Pair) -> None:
-        assert "kvferry: met engine 'mp'" in family[1].log.read_text(errors="replace")
+        assert "kvferry: met engine 'mp at " in family[1].log.read_text(errors="replace")
 
     def test_nothing_is_left(self, family: Pair) -> None:
         assert settled(family[0], LEASE + 30) and settled(family[1])
