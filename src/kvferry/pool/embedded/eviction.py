@@ -239,7 +239,8 @@ class Tiers:
 
     def _take(self, wishes: list[Wish]) -> list[Wish]:
         """One free extent for all of these, in their order, so that one copy moves many objects;
-        else one for each, the most valuable first. Those that found none."""
+        else one for as many as a gap has room for, the most valuable first. Those that found
+        none."""
         index, left = self.index, list[Wish]()
         if index.gaps_stale:
             self.arena.find_gaps()
@@ -255,13 +256,21 @@ class Tiers:
             self._grant(wishes, offset)
             return left
         too_long = self.arena.capacity + 1  # no gap has this size
-        for wish in sorted(wishes, key=lambda wish: -wish.score):
-            offset = self.arena.take(wish.size) if wish.size < too_long else -1
-            if offset < 0:
-                too_long = min(too_long, wish.size)
-                left.append(wish)
-                continue
-            self._grant([wish], offset)
+        wishes.sort(key=lambda wish: -wish.score)
+        ends = np.cumsum([wish.size for wish in wishes])
+        first = done = 0
+        while first < len(wishes):
+            size = wishes[first].size
+            room = self.arena.room(size) if size < too_long else 0
+            last = int(np.searchsorted(ends, done + room, side="right"))
+            if last == first:
+                too_long = min(too_long, size)
+                left.append(wishes[first])
+                last = first + 1
+            else:
+                offset = self.arena.take(int(ends[last - 1]) - done)
+                self._grant(wishes[first:last], offset)
+            first, done = last, int(ends[last - 1])
         return left
 
     def _grant(self, wishes: list[Wish], offset: int) -> None:
