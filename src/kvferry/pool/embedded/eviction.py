@@ -124,7 +124,7 @@ class Tiers:
             private_directory(disk)
             owner = DiskOwner(disk)
             undo.callback(owner.close)
-            owner.take(index.store_id, directory)
+            owner.take(index.store_id, directory, self.members.others)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()
