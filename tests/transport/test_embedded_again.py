@@ -304,6 +304,25 @@ def test_objects_that_fit_a_gap_get_it_together(
     one.store.close()
 
 
+def test_a_process_that_only_reads_gives_extents_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process was stopped with the lock while this one gave a put up."""
+    one, two = Small(tmp_path), Small(tmp_path)
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
+    good = [True]
+    with one.store.granting(["a"], [OBJECT], good, soon()):
+        held = two.tiers.lock.held(soon())
+        held.__enter__()
+    assert one.count(ix.WRITING) == 1
+    assert not one.store.exists(["a"], soon()).any()  # and does not wait
+    held.__exit__(None, None, None)
+    assert not one.store.exists(["a"], soon()).any()
+    assert one.count(ix.WRITING) == 0
+    one.store.close()
+    two.store.close()
+
+
 # Extents and files that change hands
 
 

@@ -208,6 +208,13 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
+    def settle(self) -> None:
+        """Write what waits for the lock, if it is free now: a process that only reads takes it for
+        nothing else."""
+        if self._updates:
+            with contextlib.suppress(StoreError), self.locked(time.monotonic()):
+                pass
+
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
