@@ -258,7 +258,7 @@ class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
 
     grant: Grant
     bytes: Count
-    descriptors: int
+    descriptors: Count
     write_seconds: float = 0.0  # without the time that the offer waited
 
 
