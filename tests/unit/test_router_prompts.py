@@ -269,6 +269,17 @@ async def test_what_cannot_be_told_is_left(engine: Engine, prompts: PromptChains
 
 
 @with_engine
+async def test_a_model_that_no_engine_has_takes_nothing_from_others(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    engine.script = [404, 404]  # vLLM's answer where it does not know the model
+    assert await ask(prompts, engine, prompt="hello", model="misspelt") is None
+    assert prompts.counts["unsupported"] == 1
+    engine.script = []
+    assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
+
+
+@with_engine
 async def test_an_engine_that_fails_is_left_alone_for_a_while(
     engine: Engine, prompts: PromptChains
 ) -> None:

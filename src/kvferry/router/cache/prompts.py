@@ -184,6 +184,8 @@ class PromptChains:
             if namespace is None:
                 await self._look_at_models(engine, headers, until)
                 namespace = engine.namespace(asked)
+            if namespace is None:  # its 404 would be taken for an engine that has no such route
+                return self._without("unsupported")
             if asked.token_ids is not None:
                 token_ids: list[int] | None = asked.token_ids
             elif self._tokenizer is not None:
@@ -191,7 +193,7 @@ class PromptChains:
                     token_ids = await self._tokenizer.tokens(asked)
             else:
                 token_ids = await self._ask(engine, asked, headers, until)
-            if namespace is None or token_ids is None:
+            if token_ids is None:
                 return self._without("unsupported")
             chain = PromptChain(namespace, token_ids)
         except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as error:
