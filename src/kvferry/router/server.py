@@ -9,8 +9,9 @@ A restart hands the listening sockets over. The new router, started with `--take
 one for them at a Unix socket of this user:
 
     new                                     old
-    probes its engines, connects      -->
+    connects                          -->
                                       <--   its listening sockets (SCM_RIGHTS)
+    probes its engines
     accepts connections, says "ready" -->
                                             stops accepting, drains, ends
 
