@@ -278,6 +278,10 @@ async def test_a_model_that_no_engine_has_takes_nothing_from_others(
     assert prompts.counts["unsupported"] == 1
     engine.script = []
     assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
+    engine.models.pop()  # an adapter that is taken out
+    engine.script = [404, 404]
+    assert await ask(prompts, engine, prompt="other", model="poet") is None
+    assert same(await ask(prompts, engine, prompt="other", model="base"), "other")
 
 
 @with_engine

@@ -248,6 +248,11 @@ class PromptChains:
         answer = await self._call(b"POST", url, body, headers, until)
         if answer:
             return _TOKENIZED.decode(answer).tokens
+        engine.looked_at = float("-inf")
+        await self._look_at_models(engine, headers, until)
+        if engine.namespace(asked) is None:  # an adapter that was taken out is a 404 too
+            engine.render_at = 0.0
+            return None
         engine.tokenize_at = now + _RECHECK_SECONDS
         log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
         return None
