@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import signal
@@ -242,6 +243,7 @@ def about(shape: dict[str, int], lengths: list[int], gpu: bool) -> dict[str, Any
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": "cuda" if gpu else f"cpu {platform.machine()}",
+        "mps": Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists(),
         "model": shape,
         "tokens": lengths,
         "versions": versions,
