@@ -399,6 +399,7 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path: Path):
     assert all(run["requests"] == 50 and run["refused"] == 0 for run in runs)
     assert runs[0]["hit_rate"] > runs[1]["hit_rate"]
     html = page.read_text()
+    assert html.count("<circle") == 3 * 2 * len(POLICIES), "each point of a curve has a mark"
     assert html.count("<svg") == 3
     assert "http" not in html.replace("http-equiv", ""), "the page loads nothing"
     assert "nan" not in html.lower().replace("finance", "")
