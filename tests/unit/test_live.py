@@ -212,10 +212,10 @@ def test_what_is_wrong_with_engines_and_since_when() -> None:
     assert world.problems() == {
         f"{D} Down: silent for 2 s. 1 other decode engine is up.": ("warning", 31)
     }
-    world.set(E, up=False, reason="not probed yet")
+    world.set(E, up=False, reason="silent")
     found = world.problems()
     assert found["No decode engine is up. Requests wait, then get 503."] == ("critical", 0)
-    assert found[f"{E} Down: not probed yet. No other decode engine is up."] == ("warning", 0)
+    assert found[f"{E} Down: silent. No other decode engine is up."] == ("warning", 0)
     assert next(iter(found)).startswith("No decode")  # the worst comes first
     assert world.live.state() == "down"
     assert world.problems(5)["No decode engine is up. Requests wait, then get 503."][1] == 5
@@ -307,7 +307,7 @@ def test_changes_are_told_once_and_the_last_ones_kept() -> None:
     world.set(D, up=True, down_seconds=None, reason="")
     assert said()[0] == (D, "up, after 12 s", True)
     world.set(E, draining=True, cache=CacheNow("live"))
-    assert said()[:2] == [(E, "cache view live, was unknown", True), (E, "draining", False)]
+    assert said()[:2] == [(E, "cache view live, was not known", True), (E, "draining", True)]
     world.set(E, draining=False, cache=CacheNow("lost"), roles=["prefill", "decode"])
     assert said()[:3] == [
         (E, "cache view lost, was live", False),

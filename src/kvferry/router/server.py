@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -102,7 +103,12 @@ class RouterServer(uvicorn.Server):
         try:
             mine = taken.sockets if taken else _bind(listen.host, listen.port)
         except OSError as error:
-            log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
+            hint = ""
+            if error.errno == errno.EADDRINUSE:
+                hint = "; choose another --port"
+                if not listen.take_over:
+                    hint += ", or --take-over if a kvferry router has it"
+            log.error("cannot listen on %s: %s%s", at_port(listen.host, listen.port), error, hint)
             sys.exit(STARTUP_FAILURE)
         await super().startup(sockets=mine)
         port = mine[0].getsockname()[1]

@@ -504,10 +504,10 @@ def changes(
             found.append(Change(wall, url, what, new.up))
         if old.draining != new.draining:
             what = "draining" if new.draining else "takes requests again"
-            found.append(Change(wall, url, what, not new.draining))
+            found.append(Change(wall, url, what, True))  # an operator's order, and no trouble
         if set(old.roles) != set(new.roles):
             found.append(Change(wall, url, f"is now for {' and '.join(new.roles)}", True))
-        states = [engine.cache.state if engine.cache else "unknown" for engine in (old, new)]
+        states = [engine.cache.state if engine.cache else "not known" for engine in (old, new)]
         if states[0] != states[1]:
             what = f"cache view {states[1]}, was {states[0]}"
             found.append(Change(wall, url, what, states[1] not in ("lost", "replaying")))
