@@ -121,6 +121,19 @@ def test_of_many_options_the_cheapest_are_shown_and_the_chosen_one() -> None:
     assert sum(second["options"][0]["parts"].values()) == pytest.approx(100)
 
 
+def test_a_decision_has_the_best_of_the_other_ways() -> None:
+    world = World()
+    alone, handed = option(None, D, 0.035), option(P, D, 0.402)
+    many = [option(None, D, 0.1 + i / 1000) for i in range(9)]
+    world.live.decided("a", 10, decision(alone, handed, option(P, E, 0.5)))
+    world.live.decided("b", 10, decision(handed, alone))
+    world.live.decided("c", 10, decision(*many, handed))  # which is not among the six shown
+    world.live.decided("d", 10, decision(alone))
+    world.live.decided("e", 10, Decision(option(None, D, math.nan), (), "by load"))
+    shown = world.after(1)["decisions"]
+    assert [d["other_ms"] for d in shown] == [None, None, 402, 35, 402]
+
+
 def test_windows_forget_and_take_few_keys() -> None:
     now = 0.0
     counts = SlidingCounts[str](60, lambda: now)

@@ -389,6 +389,8 @@ def test_the_page_knows_engines_that_never_were_up() -> None:
         wait_until(lambda: not c.client.get("/health").json()["engines"][1]["healthy"])
         was_up = [engine["was_up"] for engine in c.client.get("/live").json()["engines"]]
         assert was_up == [True, True, False]  # p0, d0, and nobody
+    (engine,) = Router(RouterConfig((), ("http://engine",))).now().engines
+    assert (engine.was_up, engine.reason) == (False, "its first probe is pending")
 
 
 def test_without_decode_engine_503() -> None:

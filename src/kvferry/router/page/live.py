@@ -139,6 +139,7 @@ class Placed:
             "chosen": _way(chosen.prefill, chosen.decode) | {"source": chosen.source},
             "served": _way(self.prefill, self.decode) if self.answered else None,
             "expected_ms": _ms(chosen.seconds),
+            "other_ms": _other_ms(self.decision),
             "actual_ms": self.actual_ms,
             "outcome": self.outcome,
             "why": _cut(self.decision.why),
@@ -596,6 +597,13 @@ def _options(decision: Decision) -> list[dict[str, object]]:
         }
         for option in options
     ]
+
+
+def _other_ms(decision: Decision) -> float | None:
+    """What the best of the other ways takes: with a hand-over, or without. None: there is none."""
+    alone = decision.chosen.prefill is None
+    others = (o.seconds for o in decision.options if (o.prefill is None) is not alone)
+    return _ms(min(others, default=math.nan))
 
 
 def _way(prefill: str | None, decode: str) -> dict[str, object]:
