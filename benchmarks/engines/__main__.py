@@ -102,7 +102,8 @@ class Run:
 
     def pairs(self, parts: list[str], rates: list[float]) -> None:
         """Prefill and decode engines."""
-        pairs = handover.make_engines(self.fleet, self.lengths)
+        least = stream.CACHE_TOKENS if "stream" in parts and self.fleet.gpu else 0
+        pairs = handover.make_engines(self.fleet, self.lengths, least)
         if "handover" not in parts:
             pairs = pairs[:2]
         self.start(pairs)
@@ -114,7 +115,7 @@ class Run:
             if (served := self.engines.get(handover.SERVED)) is not None:
                 self.handover.beside_another(prefill, served, self.lengths)
         self.end(pairs[2:])
-        their_prefill, their_decode = self.nixl()
+        their_prefill, their_decode = self.nixl(least)
         systems: list[tuple[str, Engine | None, Engine]] = []
         if prefill is not None and decode is not None:
             systems = [("kvferry", prefill, decode), ("one engine alone", None, decode)]
@@ -141,11 +142,11 @@ class Run:
         pool.Pool(self.fleet, self.report, lengths, running).run(many)
         self.end(engines)
 
-    def nixl(self) -> tuple[Engine | None, Engine | None]:
+    def nixl(self, least: int) -> tuple[Engine | None, Engine | None]:
         if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
             self.report.failed("Hand-over", "NIXL", "nixl cannot be imported")
             return None, None
-        self.start(handover.make_nixl(self.fleet, self.lengths))
+        self.start(handover.make_nixl(self.fleet, self.lengths, least))
         return self.engines.get(handover.NIXL_PREFILL), self.engines.get(handover.NIXL_DECODE)
 
     def stream(self, systems: list[tuple[str, Engine | None, Engine]], rates: list[float]) -> None:

@@ -70,10 +70,11 @@ class Found:
         return middle([one.first_token for one in self.hits])
 
 
-def make_engines(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
-    """kvferry's engines, not started. Only the first two are large enough for the longest."""
+def make_engines(fleet: Fleet, lengths: Sequence[int], least: int) -> list[Engine]:
+    """kvferry's engines, not started. Only the first two are large enough for the longest, and have
+    at least so many tokens."""
     longest = max(lengths)
-    room = longest + max(longest // 32, 16 * fleet.block)
+    room = max(least, longest + max(longest // 32, 16 * fleet.block))
     usual = int(min(longest, NIXL_MOST_TOKENS) * 1.25) + 16 * fleet.block
     engines = [
         fleet.engine(PREFILL, room, transfer=FERRY),
@@ -89,8 +90,8 @@ def make_engines(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
     return engines
 
 
-def make_nixl(fleet: Fleet, lengths: Sequence[int]) -> list[Engine]:
-    tokens = int(min(max(lengths), NIXL_MOST_TOKENS) * 2.5) + 16 * fleet.block
+def make_nixl(fleet: Fleet, lengths: Sequence[int], least: int) -> list[Engine]:
+    tokens = max(least, int(min(max(lengths), NIXL_MOST_TOKENS) * 2.5) + 16 * fleet.block)
     transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if fleet.gpu else "cpu"}
     engines = []
     for name in (NIXL_PREFILL, NIXL_DECODE):

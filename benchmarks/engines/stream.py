@@ -28,6 +28,7 @@ from kvferry.errors import KvferryError
 SHORTEST, LONGEST = 500, 16_000
 OUT_TOKENS = 64
 REQUESTS = 50  # at each rate
+CACHE_TOKENS = 100_000  # of each engine: what is held and what is decoded, and room for both
 FIRST_SECONDS = 1.0
 GAP_SECONDS = 0.05
 DRAIN_SECONDS = 6.0
@@ -83,6 +84,11 @@ class Point:
     def goodput(self) -> float:
         """Good requests a second: the rate, times the share that is good."""
         return self.rate * self.good / len(self.coming)
+
+    @property
+    def load_ms(self) -> list[float]:
+        """From the decode engine's order to the report of its end."""
+        return [one.answer.load * 1e3 for one in self.ended if one.answer and one.answer.load]
 
     @property
     def gap_ms(self) -> list[float]:
@@ -177,6 +183,8 @@ def show(report: Report, point: Point) -> None:
         first_token_p99_ms=first[1],
         gap_p50_ms=gaps[0],
         gap_p99_ms=gaps[1],
+        handed_over=sum(bool(one.answer.load) for one in point.ended if one.answer),
+        load_p50_ms=percentiles(point.load_ms)[0],
     )
 
 

@@ -94,6 +94,12 @@ class Threads:
         return max(0, self._most - self._tasks)
 
     @property
+    def waiting(self) -> int:
+        """Pieces of work that wait in their lanes."""
+        with self._lock:
+            return sum(map(len, self._lanes.values()))
+
+    @property
     def stuck(self) -> int:
         """Calls that were given up and have not come back yet."""
         return len(self._stuck)
@@ -214,7 +220,9 @@ class Threads:
 
     def _take_turns(self) -> None:
         """With the lock held: queue the next of each lane that may have one more thread."""
-        for lane in [lane for lane in self._lanes if self._may_take(lane)]:
+        for lane in list(self._lanes):
+            if not self.free:
+                return  # there may be thousands of lanes, and this is called for each piece of work
             if self._may_take(lane):
                 waiting = self._lanes.pop(lane)
                 self._enqueue(lane, waiting.popleft())

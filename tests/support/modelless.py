@@ -278,6 +278,9 @@ class Modelless:
                     self.params[one.request_id] = one.kv_transfer_params
 
     def _compute(self, scheduled: Any) -> ModelRunnerOutput:
+        for side in self.worker_sides:
+            side.handle_preemptions(scheduled.kv_connector_metadata)
+            side.bind_connector_metadata(scheduled.kv_connector_metadata)
         sampled = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
@@ -317,9 +320,7 @@ class Modelless:
         return together.kv_connector_output if together is not None else None
 
     def _connect(self, scheduled: Any, side: Any) -> KVConnectorOutput:
-        """What vLLM's model runner does with a connector, in its order."""
-        side.handle_preemptions(scheduled.kv_connector_metadata)
-        side.bind_connector_metadata(scheduled.kv_connector_metadata)
+        """What vLLM's model runner does with a connector after it has computed, in its order."""
         side.start_load_kv(SimpleNamespace(attn_metadata=None))
         side.wait_for_save()
         results = side.get_transfer_results(scheduled.finished_req_ids)

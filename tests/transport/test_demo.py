@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from kvferry.demo.rank import DecodeRank, PrefillRank, RankMoved, open_carriers
 from kvferry.demo.run import Crew, Prefill, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
+from kvferry.layout.model import CacheModel, Residency
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank, Span
 
@@ -314,6 +315,17 @@ def test_work_covers_what_was_asked_for() -> None:
         for x, y in zip(work.dst.tables, again.dst.tables, strict=True)
         for a, b in zip(x, y, strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_work_of_a_model_whose_requests_do_not_grow(kind: Literal["window", "chunk"]) -> None:
+    """Longer requests need as many bytes, a little more or less; so there are more of them."""
+    full = find_model("demo").groups[0]
+    model = CacheModel(kind, (replace(full, residency=Residency(kind, 100)),))
+    shapes = EngineShape.parse("tp=2,block=16"), EngineShape.parse("tp=3,block=16")
+    work = make_work(model, *shapes, min_bytes=256 << 20, requests=8, seed=1)
+    assert work.bytes >= 256 << 20
+    assert len(work.requests) < 1000 and max(r.tokens for r in work.requests) < 10_000_000
 
 
 def test_every_logical_byte_has_its_own_value() -> None:

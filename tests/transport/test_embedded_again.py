@@ -277,6 +277,52 @@ def test_closed_stores_are_told_nothing(tmp_path: Path) -> None:
         one.store.exists(["a"], soon())
 
 
+def test_objects_that_fit_a_gap_get_it_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch in a full store: records are written once for each gap, not for each object."""
+    one = Small(tmp_path)
+    size = 10_000
+    one.put("0", size=size)
+    room = one.tiers.arena.capacity // int(one.index.extent[row_of(one, "0")])
+    for i in range(1, room):
+        assert one.put(str(i), size=size) == [Outcome.DONE]
+    gone = [*range(3, 9), *range(20, 26)]
+    assert one.store.remove([str(i) for i in gone], soon()) == 12
+    grant, granted = Tiers._grant, list[int]()
+
+    def counted(tiers: Tiers, wishes: list[eviction.Wish], offset: int) -> None:
+        granted.append(len(wishes))
+        grant(tiers, wishes, offset)
+
+    monkeypatch.setattr(Tiers, "_grant", counted)
+    new = [f"new {i}" for i in range(12)]
+    assert one.put(*new, size=size) == [Outcome.DONE] * 12
+    assert granted == [6, 6]
+    kept = [str(i) for i in range(room) if i not in gone]
+    assert all(one.get(key, size) is Outcome.DONE for key in new + kept)
+    one.store.close()
+
+
+def test_a_process_that_only_reads_gives_extents_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process was stopped with the lock while this one gave a put up."""
+    one, two = Small(tmp_path), Small(tmp_path)
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
+    good = [True]
+    with one.store.granting(["a"], [OBJECT], good, soon()):
+        held = two.tiers.lock.held(soon())
+        held.__enter__()
+    assert one.count(ix.WRITING) == 1
+    assert not one.store.exists(["a"], soon()).any()  # and does not wait
+    held.__exit__(None, None, None)
+    assert not one.store.exists(["a"], soon()).any()
+    assert one.count(ix.WRITING) == 0
+    one.store.close()
+    two.store.close()
+
+
 # Extents and files that change hands
 
 
@@ -415,6 +461,25 @@ def test_a_disk_that_is_elsewhere_for_this_process(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "disk").readlink() == tmp_path / "d"
     (tmp_path / "theirs").rename(tmp_path / "d")
     assert one.get(key) is Outcome.DONE
+    one.store.close()
+
+
+def test_another_disk_under_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container shares memory with the store's processes, and has a disk of its own under their
+    path. It is refused, and takes nothing away."""
+    one, two, key = demoted(tmp_path)
+    two.store.close()
+    (tmp_path / "d").rename(tmp_path / "theirs")
+    (tmp_path / "d").mkdir(mode=0o700)
+    monkeypatch.setattr(disk, "GOING_SECONDS", 0.1)
+    with pytest.raises(StoreError, match="another directory for the processes"):
+        Small(tmp_path, disk=64 << 20)
+    (tmp_path / "d" / disk.OWNER_FILE).unlink()
+    (tmp_path / "d").rmdir()
+    (tmp_path / "theirs").rename(tmp_path / "d")
+    again = Small(tmp_path, disk=64 << 20)
+    assert again.get(key) is Outcome.DONE
+    again.store.close()
     one.store.close()
 
 

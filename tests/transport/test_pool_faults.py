@@ -612,6 +612,22 @@ def test_a_reset_saves_nothing_old(pair: Pair) -> None:
     assert engine.scheduler.counters["save_jobs"] == 3
 
 
+def test_a_reset_takes_back_saves_that_no_rank_has(pair: Pair) -> None:
+    """A request ends, and a reset comes before the next step: ranks would give the old blocks names
+    of the new namespace."""
+    tokens = sequence(pair.case)
+    engine = pair.engine("src")
+    engine.published()
+    engine.matched("r", tokens)
+    engine.scheduler.computed("r", tokens, len(tokens), lambda: engine.tables)
+    assert engine.pinned > 0
+    engine.scheduler.finished("r", tokens, engine.tables)
+    engine.scheduler.reset()
+    engine.until(lambda: not engine.scheduler.has_work)
+    assert engine.matched("again", tokens) == 0
+    assert not engine.reports and engine.pinned == engine.scheduler.pinned_blocks == 0
+
+
 # What review of vLLM's own connector left open: each guard, and what happens without it
 
 

@@ -99,6 +99,21 @@ def test_a_source_that_writes_something_else_is_not_believed(how: Any, words: st
         assert d.census()["grants"] == 0
 
 
+def test_a_hold_that_closes_during_the_write_is_the_answer() -> None:
+    """The write is given up then, which is not the reason that the consumer should hear."""
+    with peers() as (p, d):
+
+        def withdraw(copies: Copies) -> Copies:
+            p.withdraw(ticket.hold_id)
+            p.flush()
+            return copies
+
+        bend(p, withdraw)
+        ticket = hold(p)
+        error = error_of(d.load(ticket, PROMPT))
+        assert "StaleTicket" in error and "the hold is closed (withdrawn)" in error
+
+
 def test_a_source_that_cannot_write_is_read() -> None:
     with peers(replace(P, writes=False)) as (p, d):
         loaded = d.load(hold(p), PROMPT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +140,25 @@ def test_a_new_router_that_fails_leaves_the_old_one_alone(tmp_path: Path) -> Non
         old.process.send_signal(signal.SIGTERM)
         assert old.process.wait(20) == -signal.SIGTERM  # drained
         assert not door.exists()
+
+
+def test_a_new_router_that_is_told_to_stop_while_it_starts_leaves_the_old_one_alone() -> None:
+    with router_process(LIMITS) as old, closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "kvferry", "router", "--port", str(old.port)]
+        command += ["--take-over", "--decode", address, "--limit", "probe_seconds=5"]
+        new = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            silent.settimeout(60)
+            with silent.accept()[0]:  # its first probe, which is not answered
+                new.send_signal(signal.SIGTERM)
+                new.wait(30)
+        finally:
+            new.kill()
+            new.wait()
+        assert httpx.post(url(old), json={"prompt": "x"}, trust_env=False).is_success
+        assert old.process.poll() is None
+        assert not any("this one drains" in line for line in old.log)
 
 
 def test_with_nobody_to_take_over_from_a_router_starts_by_itself(tmp_path: Path) -> None:

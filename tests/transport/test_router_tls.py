@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import socket
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from uvicorn.server import ServerState
 
+from kvferry.router.api import Limits
+from kvferry.router.app import connections_of
 from router_process import HELD_EVENTS, RouterProcess, router_process
 from waiting import wait_until
 
@@ -180,3 +184,24 @@ def test_a_port_that_speaks_tls_counts_connections_before_the_handshake(
         silent[7].settimeout(0.2)
         with pytest.raises((TimeoutError, socket.timeout)):
             silent[7].recv(1)
+
+
+def test_a_connection_that_is_lost_in_its_handshake_gives_its_place_back(
+    identity: Identity,
+) -> None:
+    made = connections_of({}, Limits(header_seconds=0.3), identity.server())
+
+    async def inside() -> None:
+        loop, state = asyncio.get_running_loop(), ServerState()
+        server = await loop.create_server(lambda: made(server_state=state), "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"\x16\x03\x01")  # a part of a greeting, and nothing more
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+            async with asyncio.timeout(20):
+                while made.guard._quota.taken:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(inside())

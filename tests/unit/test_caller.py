@@ -5,13 +5,14 @@ from __future__ import annotations
 import resource
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from kvferry.errors import HandoverError, PeerLost
+from kvferry.errors import DeadlineExceeded, HandoverError, PeerLost
 from kvferry.net.messages import VERSION, Hello, Renew, Renewed, Reply, decode_request, encode
 from kvferry.net.rpc import Caller, Sockets
 from waiting import wait_until
@@ -63,6 +64,53 @@ def test_a_peer_answers_its_own_calls_alone() -> None:
             server.close(linger=0)
         caller.close()
         sockets.close()
+
+
+def test_a_peer_that_floods_its_caller_delays_no_other_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Here it sends as fast as the caller reads. It is named in the log once."""
+    sockets = Sockets()
+    caller = Caller(sockets)
+    silent, port = sockets.server(None)
+    flooding, other_port = sockets.server(None)
+    really, over = caller._receive, threading.Event()
+
+    def receive(line: Any) -> None:
+        if line.address.endswith(f":{other_port}"):
+            line = SimpleNamespace(address=line.address, socket=Endless(over))
+        really(line)
+
+    caller._receive = receive  # type: ignore[method-assign]
+    try:
+        caller.call(f"127.0.0.1:{other_port}", Renew(VERSION, "i", ["h"]), time.monotonic() + 60)
+        sender, _ = flooding.recv_multipart()
+        waits = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), time.monotonic() + 0.5)
+        silent.recv_multipart()
+        flooding.send_multipart([sender, b"the first of many"])
+        assert isinstance(waits.exception(10), DeadlineExceeded)
+        assert caller.counters["malformed replies"] > 1
+        (line,) = [one.getMessage() for one in caplog.records]
+        assert str(other_port) in line and "malformed replies" in line
+    finally:
+        over.set()
+        for server in (silent, flooding):
+            server.close(linger=0)
+        caller.close()
+        sockets.close()
+
+
+class Endless:
+    """A socket on which a reply always waits."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def poll(self, _: int) -> bool:
+        return not self._over.is_set()
+
+    def recv_multipart(self) -> list[bytes]:
+        return [b"no reply"]
 
 
 def test_more_peers_than_zmq_allows_by_itself() -> None:

@@ -168,6 +168,22 @@ def test_names_that_hang_take_few_threads() -> None:
     assert len(server.asked) == MOST_THREADS + 1
 
 
+def test_thousands_of_names_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are bounded, and when their callers have left, they do not hold up others for long."""
+    monkeypatch.setattr(names, "MOST_WAITING", 4000)
+    server = NameServer(fast=("127.0.0.1",))
+    asked = Names(server.look_up)
+    hanging = [asked.ask(f"slow{number}") for number in range(MOST_THREADS + 4000)]
+    assert "too many others wait" in str(asked.ask("fast").exception(0))
+    for one in hanging:
+        one.cancel()
+    began = time.monotonic()
+    server.answers.set()
+    wait_until(lambda: not asked._threads.waiting)
+    assert asked.ask("fast").result(SOON) == ("127.0.0.1",)
+    assert time.monotonic() - began < 5  # a tenth of a second on an idle machine
+
+
 def test_the_next_address_where_nobody_listens() -> None:
     with peers(NameServer(p=("127.0.0.2", "127.0.0.3", "127.0.0.1"))) as (caller, port):
         calls = [ask(caller, f"p:{port}") for _ in range(3)]

@@ -6,6 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
 from kvferry.handover.deadline import Deadline
@@ -69,6 +71,27 @@ def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
     assert gone == ["peer"]
     people.forget(lost)
     assert gone == ["peer"]
+
+
+def test_an_engine_is_met_though_its_last_life_cannot_be_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library may raise about a peer that died. The new life's loads must not wait for that."""
+    left: list[str] = []
+
+    def disconnect(peer: str) -> None:
+        left.append(peer)
+        raise OSError("it is gone")
+
+    carrier = SimpleNamespace(name="line", disconnect=disconnect)
+    old, new = remote(), remote()
+    old.sources = tuple(SimpleNamespace(carrier=carrier, peer=peer) for peer in ("one", "two"))
+    people = acquaintances({PeerKey("p", "0", "h:1"): known(old)})
+    monkeypatch.setattr("kvferry.handover.peers.ask_directory", lambda *_: None)
+    monkeypatch.setattr(Peers, "plan_with", lambda *_: new)
+    ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
+    assert people.meet(ticket, Deadline(time.monotonic() + 60)).remote.result(0) is new
+    assert left == ["one", "two"] and caplog.text.count("was not given back") == 2
 
 
 LATENT = Component("latent", 1, (72,), 2, "replicated")

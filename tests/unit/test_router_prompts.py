@@ -7,6 +7,7 @@ import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -269,6 +270,21 @@ async def test_what_cannot_be_told_is_left(engine: Engine, prompts: PromptChains
 
 
 @with_engine
+async def test_a_model_that_no_engine_has_takes_nothing_from_others(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    engine.script = [404, 404]  # vLLM's answer where it does not know the model
+    assert await ask(prompts, engine, prompt="hello", model="misspelt") is None
+    assert prompts.counts["unsupported"] == 1
+    engine.script = []
+    assert same(await ask(prompts, engine, prompt="hello", model="base"), "hello")
+    engine.models.pop()  # an adapter that is taken out
+    engine.script = [404, 404]
+    assert await ask(prompts, engine, prompt="other", model="poet") is None
+    assert same(await ask(prompts, engine, prompt="other", model="base"), "other")
+
+
+@with_engine
 async def test_an_engine_that_fails_is_left_alone_for_a_while(
     engine: Engine, prompts: PromptChains
 ) -> None:
@@ -284,6 +300,27 @@ async def test_an_engine_that_fails_is_left_alone_for_a_while(
     for text in "efghi":
         assert await ask(prompts, engine, prompt=text) is None
     assert same(await ask(prompts, engine, prompt="j"), "j")
+
+
+@with_engine
+async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    engine.ways = ("tokenize",)
+    messages = json.dumps(HELLO).encode()
+    for kwargs in (b"5", b"[1]", b'"abc"', b'{"a": 1e999}'):
+        body = b'{"messages": %b, "chat_template_kwargs": %b}' % (messages, kwargs)
+        found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
+        assert isinstance(found, AskedPrompt)
+        assert await prompts.chain(engine.url, found, []) is None, kwargs
+    assert prompts.counts["unsupported"] == 4 and not prompts.counts["failed"]
+
+    prompts._tokenizer = local = LocalTokenizer.__new__(LocalTokenizer)  # without a model
+    local._thread = ThreadPoolExecutor(1)
+    for calls in (5, [5], {"a": 1}, [{"function": None}]):
+        said = [{"role": "user", "content": "x", "tool_calls": calls}]
+        assert await ask(prompts, engine, CHAT, messages=said) is None, calls
+    assert prompts.counts["unsupported"] == 8 and not prompts.counts["failed"]
 
 
 def test_an_engine_that_is_silent_or_gone_costs_little() -> None:

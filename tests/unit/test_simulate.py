@@ -399,10 +399,24 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path: Path):
     assert all(run["requests"] == 50 and run["refused"] == 0 for run in runs)
     assert runs[0]["hit_rate"] > runs[1]["hit_rate"]
     html = page.read_text()
-    assert html.count("<circle") == 3 * 2 * len(POLICIES), "each point of a curve has a mark"
     assert html.count("<svg") == 3
     assert "http" not in html.replace("http-equiv", ""), "the page loads nothing"
     assert "nan" not in html.lower().replace("finance", "")
+
+
+def test_one_load_is_seen_on_the_page_and_answers_of_one_token_are_json(tmp_path: Path):
+    row = {"seconds": 0, "input_tokens": 900, "output_tokens": 1}
+    trace, page = str(write(tmp_path / "trace.jsonl", row)), tmp_path / "page.html"
+    args = ["simulate", "--trace", trace, "--engines", "1", "--json", "--html", str(page)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    (run,) = json.loads(done.stdout, parse_constant=refuse)["runs"]
+    assert run["token"]["p50"] is None and run["policy"] == "cost"
+    assert page.read_text().count("<circle") == 3  # a point on each plot
 
 
 def test_the_command_prints_a_table(tmp_path: Path):

@@ -22,7 +22,7 @@ from kvferry.carriers.cuda.staging import (
     StagingBuffers,
 )
 from kvferry.carriers.cuda.stream import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
-from waiting import require_for
+from waiting import require_for, wait_until
 
 WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
 SIZE = 3 << 20
@@ -170,6 +170,19 @@ def test_idle_buffers_beyond_a_few_are_freed(
         chunks.close()
     assert sum(m.nbytes for m in on.live.values()) >= 4 * WIDE_BYTES  # not between two requests
     time.sleep(0.3)  # longer than they linger
+    steps, plain = threading.Event(), StagingBuffers.free
+
+    def free(buffers: StagingBuffers) -> None:
+        """Waits for the engine's steps, as a device does."""
+        steps.wait(10)
+        plain(buffers)
+
+    monkeypatch.setattr(StagingBuffers, "free", free)
+    began = time.monotonic()
     list(memory.outgoing(*runs))
-    assert WIDE_BYTES <= sum(m.nbytes for m in on.live.values()) < 2 * WIDE_BYTES
+    assert time.monotonic() - began < 5  # a transfer does not wait for them
+    steps.set()
+    wait_until(lambda: sum(m.nbytes for m in on.live.values()) < 2 * WIDE_BYTES)
+    assert sum(m.nbytes for m in on.live.values()) >= WIDE_BYTES
     memory.close()
+    memory._pool._freeing.join(10)

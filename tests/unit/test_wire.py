@@ -166,6 +166,12 @@ def test_messages_that_make_no_sense_are_refused(change: dict[str, Any]) -> None
     assert read_id(frame) == 5  # so that the sender hears of it
 
 
+def test_a_source_that_counts_below_zero_is_refused() -> None:
+    """It would end up in a counter, and Prometheus raises at one that falls."""
+    with pytest.raises(ProtocolError):
+        decode_reply(encode(Reply(1, Delivered(b"g", 1, -1))))
+
+
 def test_every_truncation_is_refused() -> None:
     frame = packed(CLAIM)
     for length in range(len(frame)):

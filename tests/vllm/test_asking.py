@@ -248,6 +248,26 @@ def test_a_producer_that_never_answers_is_counted_once(
     assert engine.here == {"not found": 1}
 
 
+def test_a_producer_is_found_while_vllm_asks_for_no_match(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots are taken for longer than a bootstrap may take; the hold is renewed meanwhile."""
+    watched: list[Ticket] = []
+    monkeypatch.setattr(engine.asking.renewer, "watch", lambda ticket, **_: watched.append(ticket))
+    engine.bootstrap.put(0, {"engine_id": "e", "kvferry": GOOD})
+    asked = engine.request()
+    engine.asking.arrived(asked)
+
+    def stepped() -> int:
+        engine.asking.settle()
+        return len(watched)
+
+    assert reaches(stepped, 1)
+    engine.asking._wanted[asked.request_id].arrived -= 1000
+    assert engine.asking.matched(asked, 0) == (TOKENS, True)
+    assert stepped() == 1 and not engine.here
+
+
 @pytest.mark.parametrize("with_ticket", [True, False])
 def test_hosts_that_are_no_peers_are_counted_once(with_ticket: bool) -> None:
     engine = Engine(FerryConfig(peers=("10.0.0.0/8",)))

@@ -7,6 +7,7 @@ twice: where the decode engine reads, and where the prefill engine writes.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
+from kvferry.handover.wakeup import WhenReady
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
 from kvferry.vllm.metadata import FerryReport
@@ -103,6 +105,59 @@ def test_handed_over(make: Pairs, asynchronous: bool) -> None:
         assert d.tokens[f"d{seed}"] != expected(prompt(seed + 50, count), 6)
     assert loads(d) == 3
     assert p.pushes == (3 if make.mode == "push" else 0)
+
+
+class Device:
+    """A device that computes until a test lets it end."""
+
+    def __init__(self, engine: Modelless) -> None:
+        self.idle, self.worker = threading.Event(), engine._workers[0]
+        self.worker._ready = WhenReady(gpu=True, record=lambda: self)
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        assert self.idle.wait(30)
+
+
+def test_a_prompt_is_read_while_its_engine_computes_others(make: Pairs) -> None:
+    """Steps are queued on the device one after another: a load that waited for the last of them
+    would wait as long as the engine has prompts to compute. What vLLM calls after it has launched a
+    step comes too late."""
+    p, d = make.pair()
+    device, tokens = Device(p), prompt(8, 40)
+    for side in (*p.worker_sides, *d.worker_sides):
+        side.start_load_kv = lambda *_: None
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 1
+    device.idle.set()
+
+
+def test_a_prompt_whose_blocks_are_written_later_is_not_read_before(make: Pairs) -> None:
+    """As a draft model writes into them, after the token that vLLM tells its scheduler of."""
+    p, d = make.pair()
+    device, tokens = Device(p), prompt(9, 40)
+    device.worker._written_late = True
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: p.parked_claims)
+    assert not loads(d)
+    device.idle.set()
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 1
+
+
+def test_a_load_waits_until_earlier_steps_have_left_its_blocks(make: Pairs) -> None:
+    p, d = make.pair()
+    device, tokens = Device(d), prompt(11, 40)
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    for _ in range(20):
+        p.step()
+        d.step()
+    assert not loads(d) and not device.worker._consumer.busy
+    device.idle.set()
+    run(p, d, until=lambda: "d" in d.ended)
+    assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 1
 
 
 def test_at_a_stop_token(make: Pairs) -> None:

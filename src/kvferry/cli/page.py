@@ -132,9 +132,10 @@ def plot(
         placed = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         look = f'fill="none" stroke="{line.colour}" stroke-width="2.5"'
-        dot = f'fill="{line.colour}"'
         parts.append(f'<polyline points="{path}" {look}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" {dot}/>' for x, y in placed]
+        parts += [  # a line of one point shows nothing
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>' for x, y in placed
+        ]
         left, at = WIDTH - MARGIN + 16, MARGIN + 20 * index
         parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{at}" y2="{at}" {look}/>')
         parts.append(text(left + 32, at + 4, line.name, "start"))

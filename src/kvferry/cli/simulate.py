@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
+import msgspec
 import typer
 from rich.console import Console
 
-from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
+from kvferry.cli.console import Html, Json, keep_page, refusals, table
 from kvferry.cli.page import Curve, Page, TableSheet, plot
 from kvferry.errors import DescriptionError
 from kvferry.simulate.engine import MEASURED, read_rates
@@ -76,7 +77,8 @@ def simulate(
             page = result_page(f"{trace.name} on {plan.shape} engines", about, runs)
             keep_page(html, page.html(), "page")
     if as_json:
-        print_json({"about": about, "runs": [asdict(run) for run in runs]})
+        # JSON has no nan: answers of one token have no seconds for each later one.
+        print(msgspec.json.encode({"about": about, "runs": runs}).decode())
         return
     console = Console()
     for line in about:

@@ -106,7 +106,7 @@ def make_work(
         rng = np.random.default_rng(seed)
         drawn = _draw(rng, requests, median, align)
         before, total = total, sum(cost(*one) for one in drawn)
-        if total == before:  # longer requests need no more
+        if total < 1.1 * before:  # longer requests hardly need more
             requests = requests * min_bytes // max(total, 1) + 1
         else:
             median *= 1.01 * min_bytes / max(total, 1)

@@ -375,7 +375,10 @@ def _is_starting(reply: ReplyBody) -> bool:
 def _disconnect(sources: Iterable[Source]) -> None:
     for source in sources:
         if source.carrier is not None:
-            source.carrier.disconnect(source.peer)
+            try:
+                source.carrier.disconnect(source.peer)
+            except Exception:  # the others are given back nevertheless, and the load goes on
+                log.exception("a connection of %s was not given back", source.carrier.name)
 
 
 class Meetings:

@@ -226,7 +226,7 @@ class ProducerRank(Server):
         if refused is not None:
             return refused
         if not hold.announce(claim.reader, claim.readers):
-            return Refused("busy", "too many engines read this hold, or this rank's holds")
+            return Refused("busy", "too many engines read this hold")
         if isinstance(claim, Offer):
             return self._push(sender, claim, hold)
         if hold.packed is None:  # all replies that wait for readers share this one copy
@@ -281,28 +281,27 @@ class ProducerRank(Server):
     def _pushed(self, offer: Offer, outcome: Pushed | KvferryError) -> Delivered | Refused:
         """Count a write that has ended. Returns the answer to its reader."""
         body: Delivered | Refused
-        if isinstance(outcome, KvferryError):
+        hold = self._table.find(offer.hold_id)
+        if not isinstance(hold, Hold):  # another request may have overwritten the bytes
+            body = refuse_closed(hold)
+        elif isinstance(outcome, KvferryError):
             reason: Reason = "unable" if isinstance(outcome, CannotWrite) else "transfer"
             body = refusal(reason, str(outcome))
-        elif not self._still_open(offer):
-            why = self._table.find(offer.hold_id)
-            body = refuse_closed(why if isinstance(why, str) else None)
         else:
+            self._delivered(offer)
             body = Delivered(offer.grant, outcome.bytes, outcome.descriptors, outcome.seconds)
         self.counters["pushes done" if isinstance(body, Delivered) else "pushes failed"] += 1
         return body
 
-    def _still_open(self, offer: Offer) -> bool:
-        """Whether a write counts. Unless others share the ticket, it is the reader's last word."""
+    def _delivered(self, offer: Offer) -> None:
+        """A write is its reader's last word, unless others share the ticket."""
         now = time.monotonic()
         if offer.keep_open:
-            return isinstance(self._table.renew(offer.hold_id, now), Hold)
-        was_open, closed = self._table.last_word(
-            offer.hold_id, offer.reader, offer.readers, "done", now
-        )
-        self.counters["last words: done"] += was_open
+            self._table.renew(offer.hold_id, now)
+            return
+        _, closed = self._table.last_word(offer.hold_id, offer.reader, offer.readers, "done", now)
+        self.counters["last words: done"] += 1
         self._report(closed)
-        return was_open
 
     def _complete(self, last: Complete) -> ReplyBody:
         was_open, closed = self._table.last_word(

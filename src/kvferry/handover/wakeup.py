@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two signals: the device has finished a step's kernels, and a rank has something to report.
 
-`WhenReady`. A step's orders (open this hold, begin this load) are valid only once the device has
-finished the kernels launched before them. If the device fails first, the orders are passed on as
-failed, because no other part of the engine would report them.
+`WhenReady`. Some of a step's orders (begin this load) are valid only once the device has finished
+the kernels launched before them. If the device fails first, the orders are passed on as failed,
+because no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
 one are held. A step that computes nothing waits a moment for its rank to have something to report,

@@ -54,7 +54,6 @@ Reason = Literal[
     "stale",
     "digest",
     "version",
-    "model",
     "malformed",
     "expired",
     "closed",
@@ -151,7 +150,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int
-    engine: EngineInfo  # the consumer's, which the producer may refuse
+    engine: EngineInfo  # the consumer's; the directory compares nothing, the consumer does
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -258,7 +257,7 @@ class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
 
     grant: Grant
     bytes: Count
-    descriptors: int
+    descriptors: Count
     write_seconds: float = 0.0  # without the time that the offer waited
 
 

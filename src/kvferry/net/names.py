@@ -28,6 +28,7 @@ from functools import partial
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
+    HandoverError,
     KvferryError,
     PeerLost,
     TransferError,
@@ -37,6 +38,7 @@ from kvferry.net.keys import HOW_TO_MAKE_ONE
 from kvferry.workers import Threads
 
 MOST_THREADS = 16  # a lookup that times out takes 10 s for each name server (glibc)
+MOST_WAITING = 4096  # lookups that wait for a thread, also cancelled ones; others are refused
 MOST_ADDRESSES = 8  # addresses of one name that are tried, one after the other
 LOCALHOST = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")  # hosts to listen on, and not to dial
@@ -115,6 +117,8 @@ class Names:
     def ask(self, host: str) -> Future[tuple[str, ...]]:
         """A name's addresses, or `PeerLost`. A caller that leaves before cancels the lookup."""
         try:
+            if self._threads.waiting >= MOST_WAITING:
+                raise HandoverError("too many others wait; does the name server answer?")
             return self._threads.call(partial(self._find, host), lane=host)
         except KvferryError as error:
             refused: Future[tuple[str, ...]] = Future()

@@ -79,6 +79,7 @@ HEARTBEAT_MS = 10_000
 LINGER_MS = 0  # a closing socket drops unsent messages; deadlines handle the rest
 HANDSHAKE_MS = 20_000  # an overloaded host may need seconds
 READ_AHEAD = 48  # requests of one connection, of up to 1 MiB each, that wait for a server's thread
+MOST_REPLIES = 256  # that wait on one line; and to read before the next check of deadlines
 MOST_SOCKETS = 65_000  # of a process; three for each peer. ZMQ's default is 1023, its most 65535
 
 MONITORED = (
@@ -279,21 +280,31 @@ class Caller(SocketThread):
         return line
 
     def _receive(self, line: Line) -> None:
-        while line.socket.poll(0):
+        """All replies that wait on a line; but a peer that floods us does not keep the thread."""
+        for _ in range(MOST_REPLIES):
+            if not line.socket.poll(0):
+                return
             frame = b"".join(line.socket.recv_multipart())  # a large reply comes in two frames
             try:
                 reply = decode_reply(frame)
             except ProtocolError as error:
-                log.warning("a peer sent %.300r", str(error))
+                self._drop("malformed replies", line, str(error))
                 continue
             call = self._calls.get(reply.id)
             if call is None:
                 self.counters["late replies"] += 1
-            elif call.address != line.address:  # the peer answers another peer's call
-                self.counters["misdirected replies"] += 1
+            elif call.address != line.address:
+                self._drop("misdirected replies", line, f"it answers a call to {call.address}")
             else:
                 del self._calls[reply.id]
                 call.future.set_result(reply.body)
+
+    def _drop(self, what: str, line: Line, why: str) -> None:
+        """Count a reply that no faultless peer sends. The first of a kind is logged."""
+        if not self.counters[what]:
+            text = "%s sends %s, which are dropped (%.300s); is it of another release, or faulty?"
+            log.warning(text, line.address, what, why)
+        self.counters[what] += 1
 
     def _watch(self, line: Line) -> None:
         """End the calls of a line that is over. The next call to its address opens a new line."""
@@ -469,6 +480,7 @@ class Sockets:
         Reach(self._key.configured).require(address.rpartition(":")[0])
         socket = self.context.socket(zmq.DEALER)
         self._prepare(socket, MAX_REPLY_BYTES)
+        socket.setsockopt(zmq.RCVHWM, MOST_REPLIES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         socket.curve_serverkey, _ = self._pair("server")

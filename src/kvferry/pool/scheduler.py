@@ -159,6 +159,9 @@ class PoolScheduler:
             return
         for tracker in self._trackers.values():
             tracker.saved_tokens, tracker.load, tracker.old = 0, None, True
+        for order in self._orders.saves:  # ranks would name these blocks by the new namespace
+            self.saved([Saved(order.job_id)] * self._ranks)
+        self._orders.saves.clear()
         self.watch.clear()
         self._use(replace(self.metadata, epoch=self._epoch))
 

@@ -9,8 +9,9 @@ A restart hands the listening sockets over. The new router, started with `--take
 one for them at a Unix socket of this user:
 
     new                                     old
-    probes its engines, connects      -->
+    connects                          -->
                                       <--   its listening sockets (SCM_RIGHTS)
+    probes its engines
     accepts connections, says "ready" -->
                                             stops accepting, drains, ends
 
@@ -111,6 +112,8 @@ class RouterServer(uvicorn.Server):
             log.error("cannot listen on %s: %s%s", at_port(listen.host, listen.port), error, hint)
             sys.exit(STARTUP_FAILURE)
         await super().startup(sockets=mine)
+        if self.should_exit:  # it was told to stop meanwhile: the other router keeps the port
+            return
         port = mine[0].getsockname()[1]
         try:
             self._door = _Door(_door_path(listen.host, port), mine, self._leave)
@@ -293,10 +296,10 @@ class TlsConnection(ClientConnection):
                 ssl_handshake_timeout=self.handshake_seconds,
             )
         except OSError:  # also ssl.SSLError: not a client of ours
-            transport.abort()
-            return
+            made = None
         if made is None or made.is_closing():
             transport.abort()
+            self.guard.forget(self)  # asyncio does not tell of one that is lost in its handshake
             return
         self.transport = made
         self.opened()

@@ -7,7 +7,7 @@ configuration decide which of the two there are. How a finished prefill becomes 
 
     vLLM's scheduler  request_finished_all_groups -> Producing.finished, which orders the hold
                       build_connector_meta, which sends a step's orders to all workers
-    each worker       start_load_kv -> FerryWorker.start -> ProducerRank.open_hold
+    each worker       bind_connector_metadata -> FerryWorker.start -> ProducerRank.open_hold
 
 With hand-over and pool, a request with a ticket is loaded from the engine that prefilled it; any
 other is looked up in the pool. So a prefill engine loads what the pool has, computes the rest,
@@ -357,13 +357,18 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         part = self.worker or self.pool_worker
         return part.handshake if part is not None else None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin a step's orders before vLLM launches it: the device need not compute it first."""
+        super().bind_connector_metadata(connector_metadata)
+        step = connector_metadata
         assert isinstance(step, FerryMetadata)
         if self.worker is not None and step.handover is not None:
             self.worker.start(step.handover, idle=step.idle, queueing=step.queueing)
         if self.pool_worker is not None and step.pool is not None:
             self.pool_worker.start(step.pool, idle=step.idle)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """vLLM calls this after it has launched the step, which is too late for loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -374,7 +379,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Saves begin after the step, but may copy this layer before its end."""
         if self.pool_worker is None:
             return
-        step = self._get_connector_metadata()  # vLLM may begin loads and saves after all layers
+        step = self._get_connector_metadata()
         assert isinstance(step, FerryMetadata)
         if step.pool is not None and step.pool.saves:
             self.pool_worker.layer_computed(layer_name, step.pool.saves)

@@ -59,6 +59,8 @@ class Consuming:
     # unless another request needs it then.
     _leaving: dict[str, tuple[Ticket, float]] = field(default_factory=dict)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
+    # Requests whose producer is not found. vLLM asks for no match while its slots are taken.
+    _seeking: dict[str, Any] = field(default_factory=dict)
     _described: bool = False  # whether this engine's workers have said what they have
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
@@ -77,6 +79,8 @@ class Consuming:
         self._ask(request, wanted, self._arrived)
         if wanted.over:
             del self._wanted[request_id]
+        elif wanted.ticket is None:
+            self._seeking[request_id] = request
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         wanted = self._wanted.get(request.request_id)
@@ -381,8 +385,12 @@ class Consuming:
             self._through(self._wanted[queued[0]])
 
     def settle(self) -> None:
-        """Once a step: give back tickets that no request needs."""
+        """Once a step: find producers, and give back tickets that no request needs."""
         now = time.monotonic()
+        for request_id, request in list(self._seeking.items()):
+            wanted = self._wanted.get(request_id)
+            if wanted is None or wanted.over or self._ask(request, wanted, self._found):
+                del self._seeking[request_id]
         for hold_id in [name for name, (_, at) in self._leaving.items() if at <= now]:
             ticket, _ = self._leaving.pop(hold_id)
             live = [one.ticket for one in self._wanted.values() if one.ticket and not one.over]

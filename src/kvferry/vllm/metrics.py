@@ -17,9 +17,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -211,7 +212,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         """The pool's counts by event, and its calls of the store, since the last call."""
         for event, count in counters.take().items():
             self.count("pool", event, count)
-        if operations := [asdict(one) for one in counters.take_operations()]:
+        if operations := msgspec.to_builtins(counters.take_operations()):
             self.data.setdefault("pool_operations", []).extend(operations)
 
     def take(self) -> FerryStats:

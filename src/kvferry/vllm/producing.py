@@ -122,7 +122,7 @@ class Producing:
             if not adapter:
                 return self._unheld("lora", lora.unknown, awaited)
             digest = adapted(digest, adapter)
-        blocks = len({block for table in block_ids for block in table if block})
+        blocks = len(set().union(*block_ids) - {0})  # without the null block
         if over := self._over_limit(blocks):
             return self._unheld("limit", over, awaited)
         if name is not None:

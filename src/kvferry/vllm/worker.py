@@ -70,6 +70,7 @@ class FerryWorker:
         self._idle = self._queueing = False
         self._wakeup = Wakeup()
         self._ready = WhenReady(gpu=False)
+        self._written_late = False  # whether steps after a prompt's last may write into its blocks
 
     def register(
         self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
@@ -94,6 +95,8 @@ class FerryWorker:
         self._place, self._carriers = place, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
+        groups = described.model.groups
+        self._written_late = any(group.is_state or group.role == "draft" for group in groups)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )
@@ -146,10 +149,12 @@ class FerryWorker:
         return report
 
     def start(self, orders: HandoverOrders, *, idle: bool = False, queueing: bool = False) -> None:
-        """Pass a step's orders on to the threads, once the device has come to this step.
+        """Pass a step's orders on to the threads, before vLLM launches that step.
 
-        Only then do blocks hold what the orders say. If the device failed, `pass_on` gets the
-        error: it closes holds as they open, and fails loads.
+        Steps before it may still write into blocks that a load gets, so the load waits until the
+        device has finished them. Blocks of a hold are final: the scheduler has seen the token that
+        was sampled after them. Only states and a draft's layers may be written later than that.
+        If the device failed, holds are closed as they open, and loads fail.
         """
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
@@ -161,7 +166,7 @@ class FerryWorker:
             # replica's hold keeps them, and is the only one that others know
             self._unread.update(hold.request_id for hold in orders.holds)
 
-        def pass_on(error: str) -> None:
+        def produce(error: str) -> None:
             if orders.incarnation:
                 producer.reset(orders.incarnation)
             for hold in () if spare else orders.holds:
@@ -170,6 +175,8 @@ class FerryWorker:
                 producer.open_hold(hold)
             for hold_id in () if spare else orders.withdrawals:
                 producer.withdraw(hold_id)
+
+        def consume(error: str) -> None:
             for request_id in orders.cancels:
                 consumer.cancel(request_id)
             for load in orders.loads:
@@ -180,8 +187,14 @@ class FerryWorker:
             for ticket in orders.releases:
                 consumer.release(ticket, "not needed")
 
-        if orders.pending:
-            self._ready.mark()(pass_on)
+        if not orders.pending:
+            return
+        when_ready = self._ready.mark()
+        if self._written_late:
+            when_ready(produce)
+        else:
+            produce("")
+        when_ready(consume)
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +35,8 @@ from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
-from kvferry.errors import TransferError
-from kvferry.workers import start_compiler
+from kvferry.errors import KvferryError, TransferError
+from kvferry.workers import Threads, start_compiler
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +332,8 @@ class StagingPool:
                                ones, which have little memory, are slower, and are freed after use
 
     Idle ones beyond `KEPT_BUFFERS` that have not been used for `LINGER_SECONDS` are freed when
-    others are given back: making and freeing them takes milliseconds.
+    others are given back. A thread does it, because freeing waits for the device, and so for the
+    engine's steps.
     """
 
     def __init__(self, on: Device) -> None:
@@ -340,6 +342,7 @@ class StagingPool:
         self._idle: list[tuple[StagingBuffers, float]] = []  # since when; the newest last
         self._wide = 0  # that exist, or are being made
         self._closed = False
+        self._freeing = Threads("kvferry-staging-free", 1)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[StagingBuffers]:
@@ -360,6 +363,7 @@ class StagingPool:
         with self._changed:
             self._closed = True
             unused = self._removed()
+        self._freeing.close()
         self._free(unused)
 
     def _take(self) -> StagingBuffers:
@@ -388,6 +392,10 @@ class StagingPool:
                 self._idle.append((staging, time.monotonic()))
                 self._changed.notify()
                 unused = self._removed()
+            if unused:
+                with contextlib.suppress(KvferryError):  # closed, or no thread can be started
+                    self._freeing.submit(partial(self._free, unused))
+                    return
         self._free(unused)
 
     def _removed(self) -> list[StagingBuffers]:

@@ -118,9 +118,7 @@ class Arena:
     def take(self, size: int) -> int:
         """Offset of a free extent of `size` bytes (a multiple of `ALIGN`), or -1."""
         index = self._index
-        at = self._first_gap(size)
-        if at < 0 and self._grow(size):
-            at = self._first_gap(size)
+        at = self._gap_for(size)
         if at < 0:
             return -1
         offset = int(index.gap_offset[at])
@@ -131,6 +129,16 @@ class Arena:
             )
         self._shorten(at, size)
         return offset
+
+    def room(self, size: int) -> int:
+        """Bytes of the gap from which `take` gives so many, and as many more; 0: there is none."""
+        at = self._gap_for(size)
+        return min(int(self._index.gap_bytes[at]), self.capacity) if at >= 0 else 0
+
+    def _gap_for(self, size: int) -> int:
+        """The same as `_first_gap`, with more memory from the system if need be."""
+        at = self._first_gap(size)
+        return self._first_gap(size) if at < 0 and self._grow(size) else at
 
     def _first_gap(self, size: int) -> int:
         """Number of the first gap of at least `size` bytes, or -1."""

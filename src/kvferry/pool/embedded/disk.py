@@ -8,7 +8,9 @@ hexadecimal digits in the folder of their first two, parts with two numbers) are
 
 A directory belongs to one store: two would remove each other's files as left behind. `DiskOwner`
 keeps a file there locked, which names the store. Stores in containers with a /dev/shm of their own
-have one path and are two, so the name is a number.
+have one path and are two, so the name is a number. Nor may processes of one store use two
+directories, as containers do that share memory and not the disk: each would remove the records of
+the other's files.
 
 Records say which files there are, and count, also those that a process still writes (DEMOTING). A
 file without a record takes room that no process knows of. Either the index is new (the host was
@@ -68,6 +70,7 @@ UnderLock = Callable[[float], AbstractContextManager[None]]
 BATCH_FILES = 512  # in one hold of the lock: a few milliseconds
 LOCK_SECONDS = 4.0  # of a walk; less than a store that is closed waits for its calls
 HAS_FILE = (*ix.WITH_FILE, ix.DEMOTING)  # or will have
+GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the other
 
 
 class DiskTier:
@@ -331,14 +334,24 @@ class DiskOwner(Locked):
         self._disk = disk
         super().__init__(disk / OWNER_FILE)
 
-    def take(self, store_id: str, store: Path) -> None:
-        """A `StoreError` while a process has another store open in this directory."""
+    def take(self, store_id: str, store: Path, others: Callable[[], bool]) -> None:
+        """A `StoreError` while a process has another store open in this directory, or while
+        `others` have this store open, but not in this directory."""
         try:
             free = self._try_byte(0, fcntl.F_WRLCK)
         except OSError as error:
             _log.warning("disk tier: no locks in %s (%s); use it for one store", self._disk, error)
             return
         if free:  # no process has one open
+            until = time.monotonic() + GOING_SECONDS
+            while others():
+                if time.monotonic() > until:
+                    raise StoreError(
+                        f"{self._disk} is another directory for the processes that have the store "
+                        f"at {store} open (in another container?), or {OWNER_FILE} was removed "
+                        "from it; mount theirs, or end them"
+                    )
+                time.sleep(0.005)
             line = f"{store_id} {store.absolute()}\n".encode()
             os.pwrite(self._fd, line, 0)
             os.ftruncate(self._fd, len(line))

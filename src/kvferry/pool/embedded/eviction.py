@@ -124,7 +124,7 @@ class Tiers:
             private_directory(disk)
             owner = DiskOwner(disk)
             undo.callback(owner.close)
-            owner.take(index.store_id, directory)
+            owner.take(index.store_id, directory, self.members.others)
             self.disk = DiskTier(disk, index, self.members, self.clock, self.calls, self.locked)
         if index.created:
             self.policy.reset()
@@ -208,6 +208,13 @@ class Tiers:
         except StoreError as error:
             _log.warning("the store's records are put right later: %s", error)
 
+    def settle(self) -> None:
+        """Write what waits for the lock, if it is free now: a process that only reads takes it for
+        nothing else."""
+        if self._updates:
+            with contextlib.suppress(StoreError), self.locked(time.monotonic()):
+                pass
+
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
@@ -239,7 +246,8 @@ class Tiers:
 
     def _take(self, wishes: list[Wish]) -> list[Wish]:
         """One free extent for all of these, in their order, so that one copy moves many objects;
-        else one for each, the most valuable first. Those that found none."""
+        else one for as many as a gap has room for, the most valuable first. Those that found
+        none."""
         index, left = self.index, list[Wish]()
         if index.gaps_stale:
             self.arena.find_gaps()
@@ -255,13 +263,21 @@ class Tiers:
             self._grant(wishes, offset)
             return left
         too_long = self.arena.capacity + 1  # no gap has this size
-        for wish in sorted(wishes, key=lambda wish: -wish.score):
-            offset = self.arena.take(wish.size) if wish.size < too_long else -1
-            if offset < 0:
-                too_long = min(too_long, wish.size)
-                left.append(wish)
-                continue
-            self._grant([wish], offset)
+        wishes.sort(key=lambda wish: -wish.score)
+        ends = np.cumsum([wish.size for wish in wishes])
+        first = done = 0
+        while first < len(wishes):
+            size = wishes[first].size
+            room = self.arena.room(size) if size < too_long else 0
+            last = int(np.searchsorted(ends, done + room, side="right"))
+            if last == first:
+                too_long = min(too_long, size)
+                left.append(wishes[first])
+                last = first + 1
+            else:
+                offset = self.arena.take(int(ends[last - 1]) - done)
+                self._grant(wishes[first:last], offset)
+            first, done = last, int(ends[last - 1])
         return left
 
     def _grant(self, wishes: list[Wish], offset: int) -> None:

@@ -124,6 +124,7 @@ def _call(
     @functools.wraps(method)
     def counted(self: EmbeddedStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._calls:
+            self._tiers.settle()
             return method(self, *args, **kwargs)
 
     return counted

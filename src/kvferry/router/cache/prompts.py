@@ -184,6 +184,8 @@ class PromptChains:
             if namespace is None:
                 await self._look_at_models(engine, headers, until)
                 namespace = engine.namespace(asked)
+            if namespace is None:  # its 404 would be taken for an engine that has no such route
+                return self._without("unsupported")
             if asked.token_ids is not None:
                 token_ids: list[int] | None = asked.token_ids
             elif self._tokenizer is not None:
@@ -191,7 +193,7 @@ class PromptChains:
                     token_ids = await self._tokenizer.tokens(asked)
             else:
                 token_ids = await self._ask(engine, asked, headers, until)
-            if namespace is None or token_ids is None:
+            if token_ids is None:
                 return self._without("unsupported")
             chain = PromptChain(namespace, token_ids)
         except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as error:
@@ -239,9 +241,18 @@ class PromptChains:
         if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
             return None
         url = f"{engine.url}/tokenize"
-        answer = await self._call(b"POST", url, asked.to_tokenize(), headers, until)
+        try:
+            body = asked.to_tokenize()
+        except (ValueError, TypeError) as error:  # the request's fault, and not the engine's
+            raise ValueError(str(error)) from None
+        answer = await self._call(b"POST", url, body, headers, until)
         if answer:
             return _TOKENIZED.decode(answer).tokens
+        engine.looked_at = float("-inf")
+        await self._look_at_models(engine, headers, until)
+        if engine.namespace(asked) is None:  # an adapter that was taken out is a 404 too
+            engine.render_at = 0.0
+            return None
         engine.tokenize_at = now + _RECHECK_SECONDS
         log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
         return None
@@ -299,7 +310,10 @@ class LocalTokenizer:
     async def tokens(self, asked: AskedPrompt) -> list[int] | None:
         """None for what only an engine can do. Raises ValueError."""
         work = self._chat if asked.path == CHAT else self._text
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+        except Exception as error:  # templates, and what clients write, raise what they like
+            raise ValueError(f"the tokenizer: {error}") from error
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -322,17 +336,14 @@ class LocalTokenizer:
                 arguments = call.get("function", {}).get("arguments")
                 if isinstance(arguments, str):  # templates expect an object, as vLLM gives them
                     call["function"]["arguments"] = json.loads(arguments or "{}")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=asked.value("tools"),
-                tokenize=False,
-                add_generation_prompt=asked.value("add_generation_prompt") is not False,
-                continue_final_message=bool(asked.value("continue_final_message")),
-                **asked.template_values(),
-            )
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template: {error}") from error
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tools=asked.value("tools"),
+            tokenize=False,
+            add_generation_prompt=asked.value("add_generation_prompt") is not False,
+            continue_final_message=bool(asked.value("continue_final_message")),
+            **asked.template_values(),
+        )
         special = asked.value("add_special_tokens")
         return list(self._tokenizer.encode(text, add_special_tokens=bool(special)))
 
