@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.router.api import Limits
+from kvferry.router.choice.choose import reason
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.page.live import CacheNow
 from live_fleet import Fleet, Served, an_incident
@@ -257,6 +259,99 @@ def test_a_decision_says_its_first_token_or_why_there_is_none(
     assert head.inner_text() == cells.first.get_attribute("data-label") == "first token"
     page.locator("#decisions .fold").nth(2).click()
     assert "not timed: the answer was not streamed" in text(page, "#decisions .more:visible")
+
+
+def test_why_begins_with_the_comparison(served: Serve, open_page: Open) -> None:
+    fleet = Fleet(stands_still=True)
+    alone = Option("http://d:2", None, 0.035, {}, 64, "local")
+    handed = Option("http://d:2", "http://p:1", 0.402, {}, 0, "none")
+    unknown = msgspec.structs.replace(alone, seconds=math.nan)
+    fleet.live.decided("by load", 10, Decision(unknown, (), "by load"))
+    for chosen, other in ((alone, handed), (handed, alone)):
+        options = (chosen, other)
+        fleet.live.decided("a", 90, Decision(chosen, options, reason(chosen, options)))
+    page = open_page(served(fleet, traffic=False).url)
+    cells = page.locator("#decisions > tbody > tr:first-child > td:nth-child(8)")
+    assert cells.all_inner_texts() == [
+        "402 ms handed over, 35 ms here at the cost of others; no engine that is free enough holds "
+        "a part of it",
+        "35 ms here, 402 ms handed over; 64 tokens are cached there",
+        "by load",
+    ]
+    whole = "first token in 35 ms if http://d:2 computes it, in 402 ms with a hand-over; 64 tokens"
+    page.locator("#decisions .fold").nth(1).click()
+    assert whole in text(page, "#decisions .more:visible")
+    assert str(cells.nth(1).get_attribute("title")).startswith(whole)
+
+
+def test_draining_is_no_trouble(served: Serve, open_page: Open) -> None:
+    fleet = Fleet()
+    fleet.pass_time(5)
+    url = next(iter(fleet.engines))
+    fleet.change(url, draining=True)
+    fleet.pass_time(1)
+    fleet.change(url, draining=False)
+    fleet.pass_time(1)
+    page = open_page(served(fleet, traffic=False).url)
+    assert page.locator("#changes li").nth(1).inner_text().endswith("draining")
+    assert page.locator("#changes .bad").count() == 0
+    assert text(page, "#problems li .what") == "Nothing is wrong."
+
+
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_numbers_say_what_they_are(served: Serve, open_page: Open, width: int) -> None:
+    fleet = Fleet()
+    fleet.pass_time(90)
+    page = open_page(served(fleet, traffic=False).url, width)
+    tiles = [tile.replace("\n", " ") for tile in page.locator(".tile").all_inner_texts()]
+    for tile, words in zip(
+        tiles,
+        (
+            ("median, 5 min", "10 min, peak "),
+            ("in the last minute", "10 min, peak ", "/min"),
+            ("5 min",),
+            ("median", "last 50 decisions", "router: median ", "expected", "actual"),
+        ),
+        strict=True,
+    ):
+        assert all(word in tile for word in words), tile
+    cut = page.evaluate(
+        "() => [...document.querySelectorAll('.tile, .tile *')].filter((e) => e.offsetWidth > 1 && "
+        "getComputedStyle(e).overflowY === 'hidden' && (e.scrollHeight > e.clientHeight + 1 || "
+        "e.scrollWidth > e.clientWidth)).map((e) => e.tagName + ' ' + e.textContent)"
+    )
+    assert cut == []
+    short = page.evaluate(
+        "() => Math.min(...[...document.querySelectorAll('.curve')]"
+        ".map((e) => e.getBoundingClientRect().height))"
+    )
+    assert short >= 24
+    clients = page.locator("#boxes .node", has_text="Clients").first
+    assert "req/min" in clients.text_content()
+    box, words = clients.locator("rect").bounding_box(), clients.locator("text").first
+    inside = words.bounding_box()
+    assert box["x"] <= inside["x"] and inside["x"] + inside["width"] <= box["x"] + box["width"]
+
+
+def test_headings_of_engines_say_what_is_counted(served: Serve, open_page: Open) -> None:
+    page = open_page(served().url)
+    for heading in ("first token", "prefill tok/s", "step", "hits"):
+        cell = page.get_by_role("columnheader", name=heading, exact=True).first
+        assert len(str(cell.get_attribute("title"))) > 20, heading
+
+
+def test_a_curve_ends_where_there_is_no_data(served: Serve, open_page: Open) -> None:
+    fleet = Fleet(stands_still=True)
+    fleet.pass_time(30)
+    for _ in range(4 * 5):  # seconds without a request
+        fleet.ahead += 1
+        fleet.live.look()
+    fleet.pass_time(30)
+    page = open_page(served(fleet, traffic=False).url)
+    lines = page.locator("#first-curve .line").evaluate_all(
+        "(all) => all.map((e) => e.getAttribute('d').split('M').length - 1)"
+    )
+    assert lines == [2, 2]
 
 
 def test_red_is_for_engines_that_were_up(served: Serve, open_page: Open) -> None:

@@ -20,6 +20,7 @@ import uvicorn
 
 from kvferry.router.api import Limits
 from kvferry.router.app import StatusRoute, connections_of
+from kvferry.router.choice.choose import reason
 from kvferry.router.choice.model import Decision, Option
 from kvferry.router.guard import LIVE_STREAM
 from kvferry.router.page.live import (
@@ -106,14 +107,7 @@ class Fleet:
                 options.append(self._option(tokens, prefill, decode))
         options.sort(key=lambda option: option.seconds)
         chosen = options[0]
-        why = f"{chosen.cached_tokens:,} of {tokens:,} tokens are cached there"
-        if chosen.source == "pool":
-            why = f"loading {chosen.cached_tokens:,} tokens from the pool beats computing them"
-        if chosen.prefill:
-            why = "prefill elsewhere is cheaper than queueing behind the decodes here"
-        elif not chosen.cached_tokens:
-            why = "short prompt: a hand-over would cost more than computing it here"
-        decision = Decision(chosen, tuple(options), f"{why}; next best +{self._behind(options)} ms")
+        decision = Decision(chosen, tuple(options), reason(chosen, options))
         own = self.random.lognormvariate(-7, 0.5)
         placed = self.live.decided(request_id, tokens, decision, own)
         took = chosen.seconds * self.random.lognormvariate(0.02, 0.18)
@@ -121,9 +115,6 @@ class Fleet:
         self.live.served(placed, chosen.cached_tokens)
         ends = self.clock() + self.random.lognormvariate(1.4, 0.6)
         self.open.append((ends, placed, chosen))
-
-    def _behind(self, options: list[Option]) -> int:
-        return round(1000 * (options[1].seconds - options[0].seconds)) if len(options) > 1 else 0
 
     def _option(self, tokens: int, prefill: str | None, decode: str) -> Option:
         share = self.random.random() ** 2 if self.random.random() < 0.45 else 0.0
@@ -262,5 +253,6 @@ class Served:
 if __name__ == "__main__":
     fleet = Fleet()
     an_incident(fleet)
-    app = PageApp(fleet, fleet.one_second)
-    uvicorn.Server(app.settings(port=int(sys.argv[1]), log_level="warning")).run()
+    app, port = PageApp(fleet, fleet.one_second), int(sys.argv[1])
+    print(f"http://127.0.0.1:{port}/", flush=True)
+    uvicorn.Server(app.settings(port=port, log_level="warning")).run()

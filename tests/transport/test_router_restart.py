@@ -133,7 +133,9 @@ def test_a_new_router_that_fails_leaves_the_old_one_alone(tmp_path: Path) -> Non
             assert httpx.post(url(old), json={"prompt": "x"}, trust_env=False).is_success
         assert old.process.poll() is None
         # Without --take-over, a port that is taken is an error.
-        with pytest.raises(AssertionError, match="cannot listen on"):
+        with pytest.raises(
+            AssertionError, match="in use; choose another --port, or --take-over if"
+        ):
             RouterProcess([old.prefill, old.decode], LIMITS, None, port=old.port)
         old.process.send_signal(signal.SIGTERM)
         assert old.process.wait(20) == -signal.SIGTERM  # drained

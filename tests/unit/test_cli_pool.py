@@ -104,3 +104,7 @@ def test_no_store(tmp_path: Path, command: list[str]) -> None:
     result = runner.invoke(app, ["pool", *command, "--dir", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert not (tmp_path / "none").exists()
+    said = " ".join(result.output.split())
+    assert said.endswith(
+        "name its directory with --dir, or start an engine with FerryPoolConnector"
+    )

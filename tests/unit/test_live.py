@@ -121,6 +121,19 @@ def test_of_many_options_the_cheapest_are_shown_and_the_chosen_one() -> None:
     assert sum(second["options"][0]["parts"].values()) == pytest.approx(100)
 
 
+def test_a_decision_has_the_best_of_the_other_ways() -> None:
+    world = World()
+    alone, handed = option(None, D, 0.035), option(P, D, 0.402)
+    many = [option(None, D, 0.1 + i / 1000) for i in range(9)]
+    world.live.decided("a", 10, decision(alone, handed, option(P, E, 0.5)))
+    world.live.decided("b", 10, decision(handed, alone))
+    world.live.decided("c", 10, decision(*many, handed))  # which is not among the six shown
+    world.live.decided("d", 10, decision(alone))
+    world.live.decided("e", 10, Decision(option(None, D, math.nan), (), "by load"))
+    shown = world.after(1)["decisions"]
+    assert [d["other_ms"] for d in shown] == [None, None, 402, 35, 402]
+
+
 def test_windows_forget_and_take_few_keys() -> None:
     now = 0.0
     counts = SlidingCounts[str](60, lambda: now)
@@ -212,10 +225,10 @@ def test_what_is_wrong_with_engines_and_since_when() -> None:
     assert world.problems() == {
         f"{D} Down: silent for 2 s. 1 other decode engine is up.": ("warning", 31)
     }
-    world.set(E, up=False, reason="not probed yet")
+    world.set(E, up=False, reason="silent")
     found = world.problems()
     assert found["No decode engine is up. Requests wait, then get 503."] == ("critical", 0)
-    assert found[f"{E} Down: not probed yet. No other decode engine is up."] == ("warning", 0)
+    assert found[f"{E} Down: silent. No other decode engine is up."] == ("warning", 0)
     assert next(iter(found)).startswith("No decode")  # the worst comes first
     assert world.live.state() == "down"
     assert world.problems(5)["No decode engine is up. Requests wait, then get 503."][1] == 5
@@ -307,7 +320,7 @@ def test_changes_are_told_once_and_the_last_ones_kept() -> None:
     world.set(D, up=True, down_seconds=None, reason="")
     assert said()[0] == (D, "up, after 12 s", True)
     world.set(E, draining=True, cache=CacheNow("live"))
-    assert said()[:2] == [(E, "cache view live, was unknown", True), (E, "draining", False)]
+    assert said()[:2] == [(E, "cache view live, was not known", True), (E, "draining", True)]
     world.set(E, draining=False, cache=CacheNow("lost"), roles=["prefill", "decode"])
     assert said()[:3] == [
         (E, "cache view lost, was live", False),

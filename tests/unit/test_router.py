@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import signal
 import socket
@@ -388,6 +389,8 @@ def test_the_page_knows_engines_that_never_were_up() -> None:
         wait_until(lambda: not c.client.get("/health").json()["engines"][1]["healthy"])
         was_up = [engine["was_up"] for engine in c.client.get("/live").json()["engines"]]
         assert was_up == [True, True, False]  # p0, d0, and nobody
+    (engine,) = Router(RouterConfig((), ("http://engine",))).now().engines
+    assert (engine.was_up, engine.reason) == (False, "its first probe is pending")
 
 
 def test_without_decode_engine_503() -> None:
@@ -398,7 +401,8 @@ def test_without_decode_engine_503() -> None:
         assert got.status_code == 503
         assert got.headers["retry-after"] == "30" and "x-request-id" in got.headers
         assert got.json()["error"] == {
-            "message": "none of 1 decode engines is up; ask again in 30 s",
+            "message": "no decode engine is up (1 cannot connect); /health of the router names "
+            "them; ask again in 30 s",
             "type": "server_error",
             "param": None,
             "code": "no_decode_engine",
@@ -408,6 +412,39 @@ def test_without_decode_engine_503() -> None:
         health = c.client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "down")
         c.expect("requests_total", 'outcome="unavailable"', count=2)
+        # Clients do not see the engines' addresses; the log and the page have them.
+        url = c.servers["d0"].url
+        assert url not in got.text
+        trails = [failure["trail"] for failure in c.client.get("/live").json()["failures"]]
+        assert all(f"no decode engine is up: {url} (cannot connect: " in t for t in trails), trails
+
+
+def test_of_many_engines_that_are_down_few_are_named() -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 8)]
+    with cluster(prefill=0, decode=1, decode_urls=urls, token="a-token-of-some-length") as c:
+        bearer = {"Authorization": "Bearer a-token-of-some-length"}
+        query = {"url": c.servers["d0"].url}
+        drained = {"draining": "stay"}
+        c.client.patch("/admin/engines", params=query, json=drained, headers=bearer)
+        assert (
+            c.complete()
+            .json()["error"]["message"]
+            .startswith("no decode engine is up (7 cannot connect, 1 draining); /health ")
+        )
+        trail = c.client.get("/live").json()["failures"][0]["trail"]
+        assert trail.count("http://") == 3 and trail.endswith(", and 5 more")
+
+
+def test_an_engine_that_is_not_up_yet_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with cluster(decode_urls=["http://127.0.0.1:1"]) as c:
+        failures = 'engine="http://127.0.0.1:1",role="decode"'
+        wait_until(lambda: c.metric("engine_failures_total", failures) > 2)
+    said = [r.getMessage() for r in caplog.records if "not up yet" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("decode engine http://127.0.0.1:1 is not up yet: cannot connect: ")
+    every = QUICK.probe_every_seconds
+    assert said[0].endswith(f"; it is asked again every {every:g} s")
 
 
 @pytest.mark.parametrize(

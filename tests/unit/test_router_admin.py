@@ -74,7 +74,8 @@ def test_engines_come_change_and_go_while_requests_run() -> None:
             "source": "the admin API",
             "up": False,
             "trial": 0,
-            "reason": "not probed yet",
+            "was_up": False,
+            "reason": "its first probe is pending",
             "draining": None,
             "removed": False,
             "in_flight": 0,
@@ -224,7 +225,7 @@ def test_the_command_line_changes_a_fleet(tmp_path: Path, monkeypatch: Any) -> N
     with cluster(token=TOKEN) as c, more_engines("d9") as [(_, url)]:
         to = ("--router", str(c.client.base_url), "--token-file", str(file))
         assert run("add", url, "--role", "decode", "--role", "prefill", *to).startswith(
-            f"{url} prefill+decode down: not probed yet"
+            f"{url} prefill+decode not up yet: its first probe is pending"
         )
         wait_until(lambda: f"{url} prefill+decode up the admin API 0" in run("list", *to))
         assert [e["url"] for e in json.loads(run("list", "--json", *to))] == [
@@ -238,17 +239,82 @@ def test_the_command_line_changes_a_fleet(tmp_path: Path, monkeypatch: Any) -> N
         assert c.complete().status_code == 200 and c.decode[0].seen == []
         assert run("add", d0, "--role", "decode", *to) == f"{d0} decode up"
         assert run("drain", url, *to) == f"{url} decode removed"
-        assert run("remove", d0, *to) == f"{d0} decode removed"
+        last = f"{d0} decode removed This was the last decode engine: requests get 503 until one"
+        assert run("remove", d0, *to) == f"{last} is added"
         assert "is not in the fleet" in run("remove", d0, *to, status=2)
-        assert "missing or not known" in run(
-            "list", *to[:2], "--token-file", str(other_token(tmp_path)), status=2
+        other = ("list", *to[:2], "--token-file", str(other_token(tmp_path)))
+        assert run(*other, status=2) == (
+            f"error: the router at {to[1]} does not know this token; use the one that it was "
+            "started with (--token-file, or KVFERRY_ROUTER_TOKEN)"
         )
-        assert "KVFERRY_ROUTER_TOKEN" in run("list", *to[:2], status=2)
+        assert run("list", *to[:2], status=2) == (
+            "error: the router's token is needed: name its file with --token-file, or set "
+            "KVFERRY_ROUTER_TOKEN. A router that was started without one must be restarted with "
+            "--token-file (--take-over keeps its streams)"
+        )
         monkeypatch.setenv("KVFERRY_ROUTER_TOKEN", TOKEN)
         assert "down" not in run("list", *to[:2])
     assert "gave no answer" in run("list", *to, status=2)
     with cluster() as c:
-        assert "has no admin API" in run("list", "--router", str(c.client.base_url), status=2)
+        said = run("list", "--router", str(c.client.base_url), status=2)
+        assert "it has no admin API; it must be restarted with --token-file (--take" in said
+
+
+def test_an_engine_that_drained_is_taken_back_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("KVFERRY_ROUTER_TOKEN", TOKEN)
+    with cluster(token=TOKEN) as c, more_engines("b9") as [(_, url)]:
+
+        def add(*arguments: str) -> tuple[int, str]:
+            to = ("--router", str(c.client.base_url))
+            got = CliRunner().invoke(app, ["router", "add", *arguments, *to])
+            return got.exit_code, " ".join(got.output.split())
+
+        assert add(url) == (
+            2,
+            f"error: {url} is not in the fleet, so its roles must be said: prefill, decode or both "
+            "(kvferry router add --role)",
+        )
+        events = ("--events", "tcp://*:5557", "--weight", "2")
+        assert add(url, "--role", "prefill", "--role", "decode", *events)[0] == 0
+        before = engines(c)[url]
+        ask(c, "PATCH", url, draining="stay")
+        status, said = add(url)
+        assert status == 0 and said.startswith(f"{url} prefill+decode ")
+        kept = ("roles", "events", "weight", "draining")
+        assert [engines(c)[url][name] for name in kept] == [before[name] for name in kept]
+        assert "is in the fleet, as prefill+decode" in add(url)[1]
+        ask(c, "PATCH", url, draining="stay")
+        assert add(url, "--role", "prefill", "--weight", "3")[0] == 0  # what is said counts
+        after = engines(c)[url]
+        assert (after["roles"], after["weight"]) == (["prefill"], 3.0)
+        assert after["events"] == before["events"] != None  # noqa: E711
+
+
+def test_without_the_last_decode_engine_there_is_a_warning() -> None:
+    with cluster(token=TOKEN) as c, more_engines("d9") as [(_, url)]:
+        p0, d0 = c.servers["p0"].url, c.servers["d0"].url
+        ask(c, "POST", url=url, roles=["decode"])
+        last = "this was the last decode engine: requests get 503 until one is added"
+        for at, body, warned in (
+            (p0, {"draining": "stay"}, None),
+            (url, {"draining": "stay"}, None),
+            (d0, {"weight": 2}, None),
+            (d0, {"draining": "stay"}, last),
+            (d0, {"draining": None}, None),
+            (d0, {"roles": ["prefill"]}, last),
+            (d0, {"roles": ["decode"]}, None),
+        ):
+            got = ask(c, "PATCH", at, **body)
+            assert (got.status_code, got.json().get("warning")) == (200, warned), got.text
+        assert ask(c, "DELETE", d0).json()["warning"] == last
+        assert "warning" not in ask(c, "DELETE", p0).json()
+        got = ask(c, "DELETE", url)  # drained before
+        assert got.json()["warning"] == last
+        got = c.complete()
+        assert got.status_code == 503
+        assert got.json()["error"]["message"] == (
+            "the fleet has no decode engine; add one: kvferry router add URL --role decode"
+        )
 
 
 def other_token(folder: Path) -> Path:

@@ -412,6 +412,19 @@ def test_an_engine_without_events_is_estimated() -> None:
     assert held(index, tokens) == {} and index.size == 0
 
 
+def test_an_estimate_has_the_engines_blocks_and_as_many_tokens() -> None:
+    index, tokens = CacheIndex(), numbers(640)
+    for named, size in ((0, 16), (64, 64), (0, 64), (10**9, 64), (32, 32)):
+        index.sent("a", prompt(tokens), named)
+        assert index.stats()["a"].estimated_blocks == 640 // size == index.size
+        part = index.part("a")
+        assert part.capacity_blocks * part.estimate_tokens == 16_384 * 16
+    # what events tell counts more
+    Told(index, "a").store(tokens[:8])
+    index.sent("a", prompt(tokens), 64)
+    assert index.part("a").estimate_tokens == 4
+
+
 def test_what_was_just_sent_counts_until_events_come() -> None:
     now = [100.0]
     index, tokens = CacheIndex(clock=lambda: now[0]), numbers(40)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.errors import DescriptionError
 from kvferry.router.api import RouterConfig
 from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.choice.model import Decision
@@ -367,6 +368,22 @@ def test_metrics_of_engines_are_read_and_old_ones_forgotten():
         assert (view.running, view.free_blocks) == (9, 0.75)
 
 
+def test_an_estimate_has_the_blocks_that_the_engine_names():
+    with routed(0, 1) as c:
+        c.decode[
+            0
+        ].metrics = b'vllm:num_requests_running 0\nvllm:cache_config_info{block_size="64"} 1.0\n'
+        d0 = c.servers["d0"].url
+        wait_until(lambda: c.router.placing.meters[d0].metrics)
+        c.complete(prompt=ids(1, 640))
+        assert c.router.placing.index.stats()[d0].estimated_blocks == 10
+
+
+def test_a_word_that_is_no_way_to_place_names_the_option():
+    with pytest.raises(DescriptionError, match="--place must be cost or load; found 'fastest'"):
+        RouterConfig((), ("h:1",), place="fastest")
+
+
 def test_regret_and_expectations_are_shown():
     with routed(0, 1) as c:
         for number in range(3):
@@ -385,7 +402,7 @@ vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5
 vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 1.0
 vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="40"} 1.0
 """
-    assert read_metrics(text) == EngineMetrics(7, 2, 0.75, 128 * 40)
+    assert read_metrics(text) == EngineMetrics(7, 2, 0.75, 128 * 40, 128)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"nginx_up 1\n", b"\xff\x00vllm:", b"vllm:x nan\n"])

@@ -38,7 +38,10 @@ def _opened(directory: Path | None) -> Iterator[EmbeddedStore]:
         place = directory or default_directory()
         found = peek(place / "index")
         if found is None:
-            raise StoreError(f"there is no store at {place}; name its directory with --dir")
+            raise StoreError(
+                f"there is no store at {place}; name its directory with --dir, or start an engine "
+                "with FerryPoolConnector"
+            )
         disk = place / DISK_LINK if found.disk_bytes else None
         if disk is not None and not disk.exists():
             raise StoreError(f"the disk tier of the store at {place} is not there: {disk}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from kvferry.cli.console import Commands, Json, print_json, refusals, say, table
+from kvferry.cli.console import Commands, Json, err, print_json, refusals, say, table
 from kvferry.errors import DescriptionError, KvferryError, install_command
 from kvferry.router.api import Limits, RouterConfig, base_url
 from kvferry.router.keys import admin_token
@@ -28,6 +28,7 @@ Urls = Annotated[list[str], typer.Argument(metavar="URL", help="Addresses of eng
 HERE = "http://127.0.0.1:8000"
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.5
+_WITH_TOKEN = "restarted with --token-file (--take-over keeps its streams)"
 
 
 @app.callback()
@@ -126,18 +127,24 @@ def show(at: Router = HERE, token_file: Token = None, ca: Ca = None, as_json: Js
 @app.command()
 def add(
     urls: Urls,
-    role: Annotated[list[str], typer.Option(help="prefill or decode; twice for both.")],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(help="prefill or decode; twice for both. One that is known keeps its roles."),
+    ] = None,
     events: Annotated[
         str | None, typer.Option(help="Its KV events, tcp://host:port; host *: its own.")
     ] = None,
     replay: Annotated[str | None, typer.Option(help="Where lost events are sent again.")] = None,
-    weight: Annotated[float, typer.Option(help="Its share of requests.")] = 1.0,
+    weight: Annotated[
+        float | None, typer.Option(help="Its share of requests; 1 for a new engine.")
+    ] = None,
     at: Router = HERE,
     token_file: Token = None,
     ca: Ca = None,
 ) -> None:
-    """Add engines, or take back engines that drain."""
-    more = {"roles": role, "events": events, "replay": replay, "weight": weight}
+    """Add engines, or take back engines that drain, as they were but for what is said here."""
+    said = {"roles": role or None, "events": events, "replay": replay, "weight": weight}
+    more = {name: value for name, value in said.items() if value is not None}
     _each(urls, lambda url: _ask(at, token_file, ca, "POST", body={"url": url, **more}))
 
 
@@ -206,13 +213,17 @@ def _each(urls: list[str], do: Callable[[str], dict[str, Any]]) -> None:
     for url in urls:
         with refusals():
             engine = do(url)
-            print(f"{engine['url']} {'+'.join(engine['roles'])} {_state(engine)}")
+            print(f"{engine['url']} {'+'.join(engine['roles'])} {_state(engine)}", flush=True)
+            if warning := engine.get("warning"):
+                err.print(f"{warning[0].upper()}{warning[1:]}", style="yellow", highlight=False)
 
 
 def _state(engine: dict[str, Any]) -> str:
     if engine["removed"]:
         return "removed"
-    state = "up" if engine["up"] else f"down: {engine['reason']}"
+    state = "up"
+    if not engine["up"]:
+        state = f"{'down' if engine['was_up'] else 'not up yet'}: {engine['reason']}"
     if engine["trial"]:
         state += ", on trial"
     if engine["draining"]:
@@ -239,7 +250,7 @@ def _ask(
     if token is None:
         raise DescriptionError(
             "the router's token is needed: name its file with --token-file, or set "
-            "KVFERRY_ROUTER_TOKEN"
+            f"KVFERRY_ROUTER_TOKEN. A router that was started without one must be {_WITH_TOKEN}"
         )
     try:
         answer = httpx.request(
@@ -258,5 +269,13 @@ def _ask(
     if answer.is_success and isinstance(said, dict):
         return said
     if answer.status_code == 404 and said.get("error", {}).get("code") == "not_found":
-        raise KvferryError(f"the router at {at} was started without a token: it has no admin API")
+        raise KvferryError(
+            f"the router at {at} was started without a token, so it has no admin API; it must be "
+            f"{_WITH_TOKEN}"
+        )
+    if answer.status_code == 401:
+        raise KvferryError(
+            f"the router at {at} does not know this token; use the one that it was started with "
+            "(--token-file, or KVFERRY_ROUTER_TOKEN)"
+        )
     raise KvferryError(said["error"]["message"])

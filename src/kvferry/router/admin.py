@@ -3,11 +3,13 @@
 
     GET    /admin/engines             all engines, with their state
     POST   /admin/engines             add one: {"url", "roles", "events", "replay", "weight"}; one
-                                      that drains is taken back
+                                      that drains is taken back, and keeps what is not said
     PATCH  /admin/engines?url=URL     change it: roles, events, replay, weight, or "draining":
                                       "remove" or "stay" (what comes after it), or null to take it
                                       back
     DELETE /admin/engines?url=URL     forget it at once; what runs there goes on to its end
+
+An answer has a "warning" where the change left no decode engine.
 
 Without a token these routes do not exist. Every request needs `Authorization: Bearer TOKEN`, before
 its body is read; a body has 64 KiB at most. Errors have OpenAI's format. An engine that a file or a
@@ -29,7 +31,6 @@ from kvferry.router.api import (
     ROLES,
     Answer,
     ApiError,
-    EngineSpec,
     base_url,
     json_answer,
 )
@@ -45,6 +46,7 @@ PATH = "/admin/engines"
 METHODS = ("GET", "POST", "PATCH", "DELETE")
 SOURCE = "the admin API"
 _MAX_BODY_BYTES = 64 << 10
+_NONE_LEFT = "this was the last decode engine: requests get 503 until one is added"
 
 
 class Admin:
@@ -78,19 +80,34 @@ class Admin:
         if method == "GET":
             return json_answer({"engines": [described(e) for e in self._fleet.engines]})
         if method == "POST":
-            return self._add(read_spec(_object(body), SOURCE))
+            return self._add(_object(body))
         engine = self._named(target)
+        decoded = "decode" in engine.roles
         if method == "PATCH":
             self._change(engine, _object(body))
         else:
             _require_ours(engine)
             self._fleet.remove(engine)
-        return json_answer(described(engine))
+        answer = described(engine)
+        left = any(other.draining is None for other in self._fleet.with_role("decode"))
+        if decoded and not left:
+            answer["warning"] = _NONE_LEFT
+        return json_answer(answer)
 
-    def _add(self, spec: EngineSpec) -> Answer:
+    def _add(self, said: dict[str, Any]) -> Answer:
+        there, url = None, said.get("url")
+        if isinstance(url, str) and not url.strip().startswith("dns://"):
+            there = self._fleet.get(url := base_url(url))
+            if there is None and "roles" not in said:
+                raise DescriptionError(
+                    f"{url} is not in the fleet, so its roles must be said: prefill, decode or "
+                    "both (kvferry router add --role)"
+                )
+        if there is not None:
+            said = _fields(there) | said
+        spec = read_spec(said, SOURCE)
         if spec.is_name:
             raise DescriptionError("a name is for the command line or a fleet file; add addresses")
-        there = self._fleet.get(spec.url)
         if there is not None and there.draining is None:
             raise ApiError(409, "engine_exists", f"{spec.url} is in the fleet, as {there.role}")
         if there is not None and there.draining == "stay" and not _ours(there):
@@ -112,9 +129,7 @@ class Admin:
         if said or then == "remove":
             _require_ours(engine)
         if said:
-            now = {name: getattr(engine.spec, name) for name in SPEC_FIELDS}
-            now["roles"] = sorted(engine.roles)
-            self._fleet.change(engine, read_spec(now | said, engine.spec.source))
+            self._fleet.change(engine, read_spec(_fields(engine) | said, engine.spec.source))
         if then in ("remove", "stay"):
             self._fleet.drain(engine, then)
         elif then is None and engine.draining is not None:
@@ -132,6 +147,7 @@ def described(engine: UpstreamEngine) -> dict[str, Any]:
         "weight": spec.weight,
         "source": spec.source,
         "up": engine.up,
+        "was_up": engine.starts > 0,
         "trial": engine.trial,
         "reason": engine.reason or None,
         "draining": engine.draining,
@@ -139,6 +155,12 @@ def described(engine: UpstreamEngine) -> dict[str, Any]:
         "in_flight": engine.in_flight,
         "idle": engine.idle,
     }
+
+
+def _fields(engine: UpstreamEngine) -> dict[str, Any]:
+    """What a request may say of an engine, as it is now."""
+    now = {name: getattr(engine.spec, name) for name in SPEC_FIELDS}
+    return now | {"roles": sorted(engine.roles)}
 
 
 def _ours(engine: UpstreamEngine) -> bool:

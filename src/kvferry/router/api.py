@@ -405,7 +405,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         if self.place not in get_args(PlaceBy):
-            raise DescriptionError(f"requests are placed by cost or by load, not {self.place!r}")
+            raise DescriptionError(f"--place must be cost or load; found {self.place!r:.80}")
         for name in (*ROLES, "both"):
             object.__setattr__(self, name, tuple(_engine_url(url) for url in getattr(self, name)))
         if not (self.decode or self.both or self.fleet_file or self.token):

@@ -47,7 +47,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -118,6 +118,7 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_FEW = 3  # engines, or reasons, that a message names
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -196,7 +197,7 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         url=engine.url,
         roles=sorted(engine.roles, reverse=True),
         up=engine.up,
-        was_up=engine.starts > 0 or down is None or down > STARTING_SECONDS,
+        was_up=engine.starts > 0 or (down is not None and down > STARTING_SECONDS),
         draining=engine.draining is not None,
         trial=bool(engine.trial),
         reason=engine.reason,
@@ -211,6 +212,19 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         step_ms=1000 * meter.step_seconds(fits.step) if fits.step and meter.running else None,
         cache=cache,
     )
+
+
+def _absence(engine: UpstreamEngine) -> str:
+    """Why an engine gets no requests."""
+    return engine.reason if engine.draining is None else "draining"
+
+
+def _named(engines: Sequence[UpstreamEngine]) -> str:
+    """A few engines, and why they get no requests."""
+    named = [f"{engine.url} ({_absence(engine)})" for engine in engines[:_FEW]]
+    if len(engines) > _FEW:
+        named.append(f"and {len(engines) - _FEW} more")
+    return ", ".join(named)
 
 
 class ClientReply:
@@ -590,7 +604,17 @@ class _Trip:
         gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
             seconds, usual = fleet.absence("decode")
-            message = f"none of {len(fleet.with_role('decode'))} decode engines is up; "
+            absent = [engine for engine in fleet.with_role("decode") if not engine.open]
+            if not fleet.with_role("decode"):
+                message = "the fleet has no decode engine; add one: "
+                message += "kvferry router add URL --role decode"
+                raise ApiError(503, "no_decode_engine", message, seconds)
+            self._asked.trail.append(f"no decode engine is up: {_named(absent)}")
+            # Clients do not see the engines' addresses.
+            kinds = Counter(_absence(engine).partition(":")[0] for engine in absent)
+            why = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_FEW))
+            message = f"no decode engine is up{f' ({why})' * bool(why)}; "
+            message += "/health of the router names them; "
             if usual is not None:
                 message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"

@@ -168,7 +168,8 @@ class Placer:
     def sent(self, engine: str, chain: PromptChain) -> None:
         """An engine gets a prompt, which it will hold."""
         if self._fleet.get(engine) is not None:  # else it was removed, and its requests go on
-            self.index.sent(engine, chain)
+            told = self.meters[engine].metrics
+            self.index.sent(engine, chain, 0 if told is None else told.block_tokens)
 
     # Engines come and go
 
@@ -469,7 +470,7 @@ def read_metrics(text: bytes) -> EngineMetrics | None:
     """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
     sums: Counter[bytes] = Counter()
     usage: list[float] = []
-    cache_tokens = 0
+    cache_tokens = block_tokens = 0
     for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
             sums[name] += round(_number(value, _MOST_REQUESTS))
@@ -477,7 +478,8 @@ def read_metrics(text: bytes) -> EngineMetrics | None:
             usage.append(_number(value, 1.0))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
-            cache_tokens += sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0)
+            block_tokens = sizes.get(b"block_size", 0)
+            cache_tokens += sizes.get(b"num_gpu_blocks", 0) * block_tokens
     if b"num_requests_running" not in sums:
         return None
     return EngineMetrics(
@@ -485,4 +487,5 @@ def read_metrics(text: bytes) -> EngineMetrics | None:
         waiting=sums[b"num_requests_waiting"],
         used_blocks=sum(usage) / len(usage) if usage else 0.0,
         cache_tokens=cache_tokens,
+        block_tokens=block_tokens,
     )

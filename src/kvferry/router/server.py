@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -103,7 +104,12 @@ class RouterServer(uvicorn.Server):
         try:
             mine = taken.sockets if taken else _bind(listen.host, listen.port)
         except OSError as error:
-            log.error("cannot listen on %s: %s", at_port(listen.host, listen.port), error)
+            hint = ""
+            if error.errno == errno.EADDRINUSE:
+                hint = "; choose another --port"
+                if not listen.take_over:
+                    hint += ", or --take-over if a kvferry router has it"
+            log.error("cannot listen on %s: %s%s", at_port(listen.host, listen.port), error, hint)
             sys.exit(STARTUP_FAILURE)
         await super().startup(sockets=mine)
         if self.should_exit:  # it was told to stop meanwhile: the other router keeps the port

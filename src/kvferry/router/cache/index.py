@@ -140,7 +140,7 @@ class Publisher:
     """What is known of one engine."""
 
     engine: str
-    estimate_tokens: int = 16  # in one block of an estimate, until events tell the true size
+    estimate_tokens: int = 16  # in one block of an estimate, until the true size is known
     capacity_blocks: int = 16_384  # of an estimate
     view: Literal["live", "estimated", "lost"] = "estimated"
     replaying: bool = False
@@ -275,13 +275,16 @@ class CacheIndex:
             offer("", "pool", self._length(chain, slots, lengths))
         return list(best.values())
 
-    def sent(self, engine: str, chain: PromptChain) -> None:
-        """A prompt was sent to an engine, which will hold it soon."""
+    def sent(self, engine: str, chain: PromptChain, block_tokens: int = 0) -> None:
+        """A prompt was sent to an engine, which will hold it soon. `block_tokens`: of its blocks,
+        as its metrics say, for as long as no event does; 0: they do not say."""
         part = self.part(engine)
         told = part.slots.get(("gpu", 0))
-        if told is not None and told.block_tokens != part.estimate_tokens:
+        size = block_tokens if told is None else told.block_tokens
+        if 0 < size <= _MOST_BLOCK_TOKENS and size != part.estimate_tokens:
             self._drop_estimates(part, len(part.estimates))
-            part.estimate_tokens = told.block_tokens
+            tokens = part.capacity_blocks * part.estimate_tokens
+            part.estimate_tokens, part.capacity_blocks = size, max(1, tokens // size)
         ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
         estimates, digests = part.estimates, chain.digests(part.estimate_tokens)
         self._take_out(part, digests)

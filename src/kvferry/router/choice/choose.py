@@ -108,7 +108,7 @@ def choose(
         load = {e.name: _load(e) for e in engines}
         drawn = random.sample(equal, 2)  # in random order
         chosen = min(drawn, key=lambda o: load[o.decode] + (load[o.prefill] if o.prefill else 0.0))
-    return Decision(chosen, tuple(options), _why(chosen, options))
+    return Decision(chosen, tuple(options), reason(chosen, options))
 
 
 # What one option costs
@@ -247,7 +247,7 @@ def _load(engine: EngineView) -> float:
 # The sentence
 
 
-def _why(chosen: Option, options: Sequence[Option]) -> str:
+def reason(chosen: Option, options: Sequence[Option]) -> str:
     """Why this option, in words that an operator reads at night."""
     if chosen.cached_tokens:
         where = {"local": "there", "handover": f"on {chosen.prefill}", "pool": "in the pool"}

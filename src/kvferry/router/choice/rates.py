@@ -58,6 +58,7 @@ class EngineMetrics:
     waiting: int
     used_blocks: float  # share, 0 to 1
     cache_tokens: int = 0  # 0: it does not say
+    block_tokens: int = 0  # of one block; 0: it does not say
 
 
 def _doubted(learned: float, usual: float, trust: float) -> float:

@@ -98,7 +98,7 @@ class UpstreamEngine:
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
         self.away_seconds: float | None = None  # how long it was last down; None: never
-        self.reason = "not probed yet"  # why it is down
+        self.reason = "its first probe is pending"  # why it is down
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
         self.tickets = 0  # requests that hold a ticket of this engine, not yet used
@@ -170,6 +170,10 @@ class UpstreamEngine:
                 self.trial = 0
                 self._trials_failed += 1
             log.warning("%s engine %s is down: %s (%s)", self.role, self.url, reason, during)
+        elif self.failures == 1 and not self.starts:
+            every = self._limits.probe_every_seconds
+            text = "%s engine %s is not up yet: %s; it is asked again every %g s"
+            log.info(text, self.role, self.url, reason, every)
         if not self.up:
             self.reason = reason
             self.gone = self.gone or refused

@@ -139,6 +139,7 @@ class Placed:
             "chosen": _way(chosen.prefill, chosen.decode) | {"source": chosen.source},
             "served": _way(self.prefill, self.decode) if self.answered else None,
             "expected_ms": _ms(chosen.seconds),
+            "other_ms": _other_ms(self.decision),
             "actual_ms": self.actual_ms,
             "outcome": self.outcome,
             "why": _cut(self.decision.why),
@@ -504,10 +505,10 @@ def changes(
             found.append(Change(wall, url, what, new.up))
         if old.draining != new.draining:
             what = "draining" if new.draining else "takes requests again"
-            found.append(Change(wall, url, what, not new.draining))
+            found.append(Change(wall, url, what, True))  # an operator's order, and no trouble
         if set(old.roles) != set(new.roles):
             found.append(Change(wall, url, f"is now for {' and '.join(new.roles)}", True))
-        states = [engine.cache.state if engine.cache else "unknown" for engine in (old, new)]
+        states = [engine.cache.state if engine.cache else "not known" for engine in (old, new)]
         if states[0] != states[1]:
             what = f"cache view {states[1]}, was {states[0]}"
             found.append(Change(wall, url, what, states[1] not in ("lost", "replaying")))
@@ -596,6 +597,13 @@ def _options(decision: Decision) -> list[dict[str, object]]:
         }
         for option in options
     ]
+
+
+def _other_ms(decision: Decision) -> float | None:
+    """What the best of the other ways takes: with a hand-over, or without. None: there is none."""
+    alone = decision.chosen.prefill is None
+    others = (o.seconds for o in decision.options if (o.prefill is None) is not alone)
+    return _ms(min(others, default=math.nan))
 
 
 def _way(prefill: str | None, decode: str) -> dict[str, object]:
