@@ -334,6 +334,9 @@ def test_a_fleet_file_is_watched(suffix: str, tmp_path: Path) -> None:
                 "[[engines]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in spec.items())
                 for spec in specs
             )
+        replace_file(text)
+
+    def replace_file(text: str) -> None:  # a file that is half written would be refused too
         part = tmp_path / "part"
         part.write_text(text)
         part.rename(file)
@@ -361,7 +364,7 @@ def test_a_fleet_file_is_watched(suffix: str, tmp_path: Path) -> None:
             # Files that cannot be used are refused, and the fleet stays.
             for text in ("{", "", "engines = 7", '{"engines": []}', '{"engines": [{"url": "x"}]}'):
                 refused = c.metric("reloads_total", 'file="fleet",result="refused"')
-                file.write_text(text)
+                replace_file(text)
                 c.expect("reloads_total", 'file="fleet",result="refused"', count=refused + 1)
                 c.expect("file_good", 'file="fleet"', count=0)
                 assert list(engines(c)) == [second]
