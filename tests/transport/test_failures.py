@@ -186,7 +186,7 @@ def test_a_producer_is_killed_and_comes_back_at_its_address(
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_consumer_is_killed(way: Way, when: str) -> None:
-    lease = 5 * LEASE_SECONDS if when == "after" else LEASE_SECONDS  # a whole load takes longer
+    lease = 5 * LEASE_SECONDS  # a whole load takes longer than one
     source = replace(way.p, lease_seconds=lease, gate_after=0, idle_seconds=0.5)
     prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
     with producer(source) as p:
