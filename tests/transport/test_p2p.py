@@ -585,9 +585,9 @@ def test_a_directory_that_does_not_know_its_ranks_yet() -> None:
         ticket = p.hold(prompt)
         begun = time.monotonic()
         require_failed(
-            d.load(ticket, prompt, seconds=1.0), "does not know its ranks [(0, 0), (0, 1)] yet"
+            d.load(ticket, prompt, seconds=4.0), "does not know its ranks [(0, 0), (0, 1)] yet"
         )
-        assert time.monotonic() - begun < 1.0 + SLACK_SECONDS
+        assert time.monotonic() - begun < 4.0 + SLACK_SECONDS
         load = d.start(ticket, prompt)
         require_for(0.3, lambda: d.pending(load))
         p.ask("tell")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.errors import DescriptionError, TransferError
+from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.vllm import worker
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.worker import cache_carriers
@@ -48,6 +50,27 @@ def opened(config: dict[str, Any], number: int | None, style: Any = "ferry") -> 
     regions = [MemoryRegion(memory.ctypes.data, 64)]
     read = FerryConfig.read(config, style, {})
     return [c.name for c in cache_carriers(read, regions, HostMemory(regions), number)]
+
+
+@pytest.mark.parametrize(
+    ("change", "late"),
+    [
+        ({}, False),
+        ({"role": "indexer"}, False),
+        ({"residency": Residency("window", 8)}, False),
+        ({"role": "draft"}, True),
+        ({"residency": Residency("state")}, True),
+        ({"residency": Residency("ring", 4)}, True),
+        ({"partial_entries": True, "tokens_per_entry": 4}, True),
+    ],
+)
+def test_which_caches_are_written_after_a_prompt_is_computed(
+    change: dict[str, Any], late: bool
+) -> None:
+    groups = [Group("kept", (0,), (Component("k", 1, (8,), 2),))]
+    assert not worker.written_late(CacheModel("m", tuple(groups)))
+    groups.append(replace(groups[0], name="other", layers=(1,), **change))
+    assert worker.written_late(CacheModel("m", tuple(groups))) is late
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
     def started(on_device: bool, *names: str) -> list[str]:
         worker = PoolWorker.__new__(PoolWorker)
         worker._rank, worker._orders, worker._on_device = Rank(), {}, on_device  # type: ignore[assignment]
-        worker._idle = False
+        worker._idle, worker._saves = False, []
         loads = [LoadOrder(name, (), {}, (), 1.0) for name in names]
         events.clear()
         worker.start(PoolOrders(loads=loads))
@@ -81,6 +81,21 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started(True, "a", "b") == ["recorded", "a", "reached", "b", "reached"]
     assert started(False, "a") == ["a"]
     assert started(True) == []
+
+
+def test_saves_of_a_step_that_vllm_did_not_end() -> None:
+    """Its V1 runner calls no `wait_for_save` on an early pipeline stage while it speculates."""
+    saved: list[int] = []
+    worker = PoolWorker.__new__(PoolWorker)
+    worker._rank = SimpleNamespace(save=lambda order, fence: saved.append(order.job_id))  # type: ignore[assignment]
+    worker._orders, worker._on_device, worker._idle, worker._saves = {}, False, False, []
+    worker._layers = None
+    worker.start(PoolOrders(saves=[SaveOrder(1, (), 1.0)]))
+    worker.start(PoolOrders(saves=[SaveOrder(2, (), 1.0)]))
+    assert saved == [1]
+    worker.save()
+    worker.start(PoolOrders())
+    assert saved == [1, 2]  # each once
 
 
 def test_configuration_of_the_connector_in_vllm_is_understood() -> None:

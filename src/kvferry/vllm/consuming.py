@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from kvferry.errors import AuthenticationError, KvferryError
@@ -46,6 +47,7 @@ QUESTIONS = 3  # that may go before a request's own, each as long as one may tak
 # gives one ticket back after this long. A fetch, or a router that passes a ticket on, takes
 # milliseconds.
 STANDSTILL_SECONDS = 0.5
+MOST_FOUND = 64  # producers looked for in one step: the digest of a long prompt takes a moment
 ADAPTER_SECONDS = 2.0  # a request waits for the first reading of its adapter; then it is computed
 
 
@@ -387,10 +389,12 @@ class Consuming:
     def settle(self) -> None:
         """Once a step: find producers, and give back tickets that no request needs."""
         now = time.monotonic()
-        for request_id, request in list(self._seeking.items()):
+        for request_id, request in list(islice(self._seeking.items(), MOST_FOUND)):
+            del self._seeking[request_id]
             wanted = self._wanted.get(request_id)
             if wanted is None or wanted.over or self._ask(request, wanted, self._found):
-                del self._seeking[request_id]
+                continue
+            self._seeking[request_id] = request  # behind the others
         for hold_id in [name for name, (_, at) in self._leaving.items() if at <= now]:
             ticket, _ = self._leaving.pop(hold_id)
             live = [one.ticket for one in self._wanted.values() if one.ticket and not one.over]

@@ -30,6 +30,7 @@ from kvferry.handover.producer import ProducerRank
 from kvferry.handover.push import Pusher
 from kvferry.handover.ticket import child
 from kvferry.handover.wakeup import Wakeup, WhenReady
+from kvferry.layout.model import CacheModel
 from kvferry.layout.shape import Rank
 from kvferry.net.rpc import Sockets
 from kvferry.vllm.config import FerryConfig, incarnation
@@ -95,8 +96,7 @@ class FerryWorker:
         self._place, self._carriers = place, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
-        groups = described.model.groups
-        self._written_late = any(group.is_state or group.role == "draft" for group in groups)
+        self._written_late = written_late(described.model)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )
@@ -153,8 +153,8 @@ class FerryWorker:
 
         Steps before it may still write into blocks that a load gets, so the load waits until the
         device has finished them. Blocks of a hold are final: the scheduler has seen the token that
-        was sampled after them. Only states and a draft's layers may be written later than that.
-        If the device failed, holds are closed as they open, and loads fail.
+        was sampled after them; those that may be `written_late` wait too. If the device failed,
+        loads fail, and holds that waited are closed as they open.
         """
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
@@ -244,6 +244,18 @@ class FerryWorker:
                     part.close()
             except Exception:  # the others are closed nevertheless
                 log.exception("a %s could not be closed", type(part).__name__)
+
+
+def written_late(model: CacheModel) -> bool:
+    """Whether steps after a prompt's last may write into what is read of its blocks.
+
+    A draft model computes after the token is sampled. States, rings and entries of several tokens
+    are written in place.
+    """
+    return any(
+        group.role == "draft" or group.residency.kind in ("state", "ring") or group.partial_entries
+        for group in model.groups
+    )
 
 
 def _log_load(loaded: Loaded) -> None:

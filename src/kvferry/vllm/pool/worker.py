@@ -105,6 +105,8 @@ class PoolWorker:
         for order in orders.loads:
             self._orders[order.request_id] = order
             self._rank.load(order, fence)
+        # vLLM's V1 runner does not end the steps of an early pipeline stage while it speculates
+        self.save()
         self._saves = orders.saves
 
     def layer_computed(self, name: str, saves: list[SaveOrder]) -> None:
