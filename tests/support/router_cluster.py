@@ -159,6 +159,10 @@ class QuickServer(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
         await super().shutdown(sockets)
+        if self.break_off:  # connections that were accepted so late that uvicorn has not seen them
+            for transport in list(asyncio.get_running_loop()._transports.values()):  # type: ignore[attr-defined]
+                transport.abort()
+            await asyncio.sleep(0)
 
 
 class Server:

@@ -53,13 +53,14 @@ def test_progress_is_for_people_and_results_are_for_programs(
 
 
 def test_calls_add_up_to_steps(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
     import benchmarks.timed as module
+
+    now = 0.0
 
     class Connector:
         def start_load_kv(self) -> None:
-            time.sleep(0.01)
+            nonlocal now
+            now += 0.01
 
         def get_finished(self) -> str:
             self.start_load_kv()  # part of this call: not counted twice
@@ -70,12 +71,13 @@ def test_calls_add_up_to_steps(tmp_path: object, monkeypatch: pytest.MonkeyPatch
 
     times = Times(tmp_path / "times")  # type: ignore[operator]
     monkeypatch.setattr(module, "_times", times)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     made = timed(Connector)()
     assert type(made).__name__ == "Connector" and made.get_finished() == "finished"
     made.start_load_kv()
     made.build_connector_meta()
     made.start_load_kv()
     made.build_connector_meta()
-    assert 0.018 < times.longest() < 0.028
+    assert times.longest() == pytest.approx(0.02)
     times.clear()
     assert times.longest() == 0.0
