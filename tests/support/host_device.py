@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.carriers.cuda import bus, kernels, staging, stream
+from kvferry.carriers.cuda import bus, kernels, staging, stream, xxh3
 from kvferry.carriers.cuda.driver import CudaError, DevicePlace, Rows
 
 ahead: dict[int, Callable[[], None]] = {}  # by handle, what happens before others' events
@@ -171,7 +171,7 @@ def hash_at_once(
             offset, length = offset + size, length - size
         return bytes(found)
 
-    assert pieces * per_piece * 128 <= bus.SCRATCH_BYTES
+    assert pieces * per_piece * 8 * xxh3.SUMS <= bus.SCRATCH_BYTES
     into = (ctypes.c_uint64 * pieces).from_address(out)
     for at, (offset, length) in enumerate(zip(numbers(offsets), numbers(lengths), strict=True)):
         assert (length - 1) // 1024 <= per_piece

@@ -156,7 +156,7 @@ def hashing(rng: np.random.Generator, run_bytes: int) -> None:
     grid = -(-items // blocks)
     xxh3_blocks[(grid,)](*tables, sums, size, per_piece, items, COUNT=blocks)
     grid = -(-count // pieces)
-    xxh3_pieces[(grid,)](*tables, sums, out, size, per_piece, count, COUNT=pieces)
+    xxh3_pieces[(grid,)](*tables, sums, out, size, per_piece, count, COUNT=pieces, AHEAD=xxh3.AHEAD)
     whole = b"".join(ctypes.string_at(a, run_bytes or MEMORY * 2 - 16) for a in address.tolist())
     expected = [
         xxhash.xxh3_64_intdigest(whole[at : at + n]) for at, n in zip(offsets, lengths, strict=True)

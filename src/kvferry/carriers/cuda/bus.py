@@ -63,10 +63,10 @@ DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, a
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
 GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
 EARLY_BYTES = 32 << 20  # what is final early is copied early if objects have so many
-SCRATCH_BYTES = 32 << 20  # of sums: for 256 MiB that are hashed together
+SCRATCH_BYTES = 16 << 20  # of sums: for 256 MiB that are hashed together
 # A save uses two at a time, and so does each of two threads that load: while the objects of one
 # part cross, the next are queued. A save keeps its lanes while a step computes, so loads have
-# others, with other hardware queues. Each has 34 MiB of device memory, staged 98.
+# others, with other hardware queues. Each has 18 MiB of device memory, staged 82.
 OUT_LANES, BACK_LANES = 2, 4
 OUT_URGENCY, BACK_URGENCY = 1, 2  # both before the engine's kernels
 # Copies that are queued without giving up the interpreter's lock, behind an event and without one:

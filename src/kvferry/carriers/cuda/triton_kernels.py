@@ -230,7 +230,7 @@ XXH3_SCRAMBLE = tl.constexpr(16)
 def xxh3_blocks(
     runs, offsets, lengths, constants, out, run_bytes, per_piece, items, COUNT: tl.constexpr
 ):
-    """The sums of each whole block but a piece's last one: eight of products, eight of words.
+    """What each whole block, but a piece's last one, adds to the eight lanes.
 
     Offsets count through runs of `run_bytes` each, a multiple of a block, at addresses `runs`.
     """
@@ -242,11 +242,9 @@ def xxh3_blocks(
     live = live & (block < (tl.load(lengths + piece) - 1) // XXH3_BLOCK)
     at = tl.load(offsets + piece) + block.to(tl.int64) * XXH3_BLOCK
     at = tl.load(runs + at // run_bytes) + at % run_bytes
-    products, words = _stripes(at, tl.where(live, 16, 0), constants)
-    lane = tl.arange(0, 8)[None, :]
-    place = out + item[:, None].to(tl.int64) * 16
-    tl.store(place + lane, products, mask=live[:, None])
-    tl.store(place + 8 + (lane ^ 1), words, mask=live[:, None])  # a word counts for its neighbour
+    added = _stripes(at, tl.where(live, 16, 0), constants)
+    place = out + item[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
+    tl.store(place, added.to(tl.int64, bitcast=True), mask=live[:, None])
 
 
 @triton.jit
@@ -261,8 +259,10 @@ def xxh3_pieces(
     per_piece,
     pieces,
     COUNT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """The hashes of pieces, from the sums of their blocks."""
+    """The hashes of pieces, from what their blocks add. `AHEAD` blocks are loaded at a time: one
+    waits for the one before it, but its load need not."""
     piece = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = piece < pieces
     piece = tl.minimum(piece, pieces - 1)
@@ -273,18 +273,16 @@ def xxh3_pieces(
     acc = _unsigned(tl.load(constants + XXH3_BEGIN + lane))[None, :]
     acc = acc + tl.zeros([COUNT, 8], tl.uint64)
     key = _unsigned(tl.load(constants + XXH3_SCRAMBLE + lane))[None, :]
-    place = sums + piece[:, None].to(tl.int64) * per_piece * 16 + lane[None, :]
-    for block in range(tl.max(blocks, 0)):
-        there = (block < blocks)[:, None]
-        of = place + block * 16
-        some = tl.load(of, mask=there, other=0) + tl.load(of + 8, mask=there, other=0)
-        added = acc + _unsigned(some)
-        acc = tl.where(there, ((added ^ (added >> 47)) ^ key) * 0x9E3779B1, acc)
+    place = sums + piece[:, None].to(tl.int64) * per_piece * 8 + lane[None, :]
+    for first in range(0, tl.max(blocks, 0), AHEAD):
+        for more in tl.static_range(AHEAD):
+            there = (first + more < blocks)[:, None]
+            added = acc + _unsigned(tl.load(place + (first + more) * 8, mask=there, other=0))
+            acc = tl.where(there, ((added ^ (added >> 47)) ^ key) * 0x9E3779B1, acc)
     left = length - 1 - blocks.to(tl.int64) * XXH3_BLOCK
     tail = begin + blocks.to(tl.int64) * XXH3_BLOCK
     tail = tl.load(runs + tail // run_bytes) + tail % run_bytes
-    products, _ = _stripes(tail, (left // XXH3_STRIPE).to(tl.int32), constants)
-    acc += _unsigned(products) + _unsigned(_swapped(tail, left // XXH3_STRIPE))
+    acc += _stripes(tail, (left // XXH3_STRIPE).to(tl.int32), constants)
     last = tail + left + 1 - XXH3_STRIPE
     at = last[:, None].to(tl.pointer_type(tl.int64))
     key = _unsigned(tl.load(constants + XXH3_LAST + lane))[None, :]
@@ -309,28 +307,20 @@ def _unsigned(words):
 
 @triton.jit
 def _stripes(begin, count, constants):
-    """For each lane of each `begin`, over `count` stripes: the sum of products, and of words."""
-    at = tl.arange(0, 128)
-    wanted = (at // 8)[None, :] < count[:, None]
-    of = tl.multiple_of(begin[:, None].to(tl.pointer_type(tl.int64)) + at[None, :], (16, 16))
-    of = tl.max_contiguous(of, (1, 128))
-    word = tl.load(of, mask=wanted, other=0)
-    mixed = _unsigned(word) ^ _unsigned(tl.load(constants + at // 8 + at % 8))[None, :]
-    product = ((mixed & 0xFFFFFFFF) * (mixed >> 32)).to(tl.int64, bitcast=True)
-    product = tl.where(wanted, product, 0)
-    rows: tl.constexpr = begin.shape[0]
-    return (
-        tl.sum(tl.reshape(product, [rows, 16, 8]), 1),
-        tl.sum(tl.reshape(word, [rows, 16, 8]), 1),
-    )
+    """What `count` stripes at each `begin` add to the lanes. A word counts for its neighbour.
 
-
-@triton.jit
-def _swapped(begin, count):
-    """The sums of words once more, each at its neighbour's lane."""
-    at = tl.arange(0, 128)
-    wanted = (at // 8)[None, :] < count[:, None]
-    of = begin[:, None].to(tl.pointer_type(tl.int64)) + (at ^ 1)[None, :]
-    word = tl.load(of, mask=wanted, other=0)
-    rows: tl.constexpr = begin.shape[0]
-    return tl.sum(tl.reshape(word, [rows, 16, 8]), 1)
+    A thread keeps its lanes from stripe to stripe, so that threads exchange nothing.
+    """
+    lane = tl.arange(0, 8)
+    place = begin[:, None].to(tl.pointer_type(tl.int64)) + lane[None, :]
+    place = tl.max_contiguous(tl.multiple_of(place, (16, 16)), (1, 8))
+    products = tl.zeros(place.shape, tl.uint64)
+    words = tl.zeros(place.shape, tl.uint64)
+    for stripe in tl.static_range(16):
+        wanted = (stripe < count)[:, None]
+        word = _unsigned(tl.load(place + stripe * 8, mask=wanted, other=0))
+        mixed = word ^ _unsigned(tl.load(constants + stripe + lane))[None, :]
+        products += tl.where(wanted, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
+        words += word
+    even, odd = tl.split(tl.reshape(words, [begin.shape[0], 4, 2]))
+    return products + tl.reshape(tl.join(odd, even), [begin.shape[0], 8])

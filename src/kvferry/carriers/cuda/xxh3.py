@@ -21,7 +21,7 @@ from kvferry.copies import Ints
 LEAST_BYTES = 241
 GRAIN = 8
 BLOCK_BYTES = 1024
-SUMS = 16  # numbers of each block, between the two kernels
+SUMS = 8  # numbers of each block, between the two kernels
 
 # The algorithm's published constants.
 _SECRET = bytes.fromhex(
@@ -44,8 +44,9 @@ _BEGIN = (_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_
 _LAST_STRIPE, _MERGE = 121, 11  # offsets in the secret
 
 # Blocks or pieces of a program, and its warps
-BLOCKS, BLOCK_WARPS = 16, 4
-PIECES, PIECE_WARPS = 4, 1
+BLOCKS, BLOCK_WARPS = 32, 4
+PIECES, PIECE_WARPS = 2, 1
+AHEAD = 16  # blocks whose sums are loaded at a time
 
 _TABLES = dict.fromkeys(("runs", "offsets", "lengths", "constants"), "*i64")
 _NUMBERS = {"run_bytes": "i64", "per_piece": "i32"}
@@ -80,7 +81,7 @@ def warm(device: Device) -> tuple[Function, Function]:
     """Both kernels, compiled if need be, or a `TransferError`; the device is current."""
     return (
         load(device, "xxh3_blocks", _BLOCKS, {"COUNT": BLOCKS}, BLOCK_WARPS),
-        load(device, "xxh3_pieces", _PIECES, {"COUNT": PIECES}, PIECE_WARPS),
+        load(device, "xxh3_pieces", _PIECES, {"COUNT": PIECES, "AHEAD": AHEAD}, PIECE_WARPS),
     )
 
 
