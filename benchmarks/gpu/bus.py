@@ -110,7 +110,7 @@ def store(cache: int) -> None:
 
 def _objects(made: DeviceStore, seed: int) -> list[Slices]:
     ids = np.random.default_rng(seed).permutation(BLOCKS)[:OBJECTS].astype(np.int64)
-    first = made._registered[0].address + np.arange(LAYERS, dtype=np.int64) * (BLOCKS * PAGE)
+    first = made._regions.regions()[0].address + np.arange(LAYERS, dtype=np.int64) * (BLOCKS * PAGE)
     length = np.full(LAYERS, PAGE, dtype=np.int64)
     return [Slices.whole(first + i * PAGE, length) for i in ids.tolist()]
 

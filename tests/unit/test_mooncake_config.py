@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
+import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError, StoreError
 from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig, portions
 from kvferry.pool.store import Outcome, Slices
 from kvferry.units import parse_size
-from kvferry.workers import LateCalls
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,8 @@ def test_reads_are_cut_to_the_buffer_of_the_disk_tier() -> None:
     assert bounds(3 * 4096) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     assert bounds((3 + 4) * 4096) == [(0, 2), (2, 3), (3, 4), (4, 5)]
     assert bounds(1 << 20) == [(0, 5)]
+    none = np.empty(0, dtype=np.int64)
+    assert portions([Slices(none, none, none)], 1 << 20) == [slice(0, 1)]
 
 
 class Client:
@@ -149,6 +152,26 @@ class Client:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
+        self.called: list[str] = []
+        self.moving, self.may_end = threading.Event(), threading.Event()
+
+    def setup(self, *_: Any) -> int:
+        return 0
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return 0
+
+    def unregister_buffer(self, address: int) -> None:
+        self.called.append("unregister")
+
+    def close(self) -> None:
+        self.called.append("close")
+
+    def batch_put_from_multi_buffers(self, keys: list[str], *_: Any) -> list[int]:
+        self.moving.set()
+        assert self.may_end.wait(10)
+        self.called.append("put")
+        return [0] * len(keys)
 
     def batch_get_into_multi_buffers(
         self, keys: list[str], addresses: Any, lengths: list[list[int]]
@@ -162,24 +185,52 @@ class Client:
         return {keys[0]: [memory], keys[1]: [disk], keys[2]: []}
 
 
+def opened(monkeypatch: pytest.MonkeyPatch, client: Client, **options: Any) -> MooncakeStore:
+    """A store over this client. Its master's address is a directory's, which is not dialed."""
+    library = SimpleNamespace(MooncakeDistributedStore=lambda: client)
+    monkeypatch.setitem(sys.modules, "mooncake.store", library)
+    config = MooncakeStoreConfig("etcd://h:1", local_hostname="h", **options)
+    return MooncakeStore(config)
+
+
 def test_a_store_reads_in_portions_and_says_where_objects_lay(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = MooncakeStore.__new__(MooncakeStore)
-    store._client, store._closed, store.calls = Client(), False, LateCalls("Mooncake")
-    config = MooncakeStoreConfig("h:1", enable_offload=True, tier_log=True)
-    store.config = replace(config, staging_share=3 * 4096 / (1280 << 20))
+    client, share = Client(), 3 * 4096 / (1280 << 20)
+    store = opened(monkeypatch, client, enable_offload=True, tier_log=True, staging_share=share)
     deadline = time.monotonic() + 5
     with caplog.at_level(logging.INFO, "kvferry"):
         found = store.get(["a", "b", "c"], wanted(4096, 4096, 4096), deadline)
-    assert found == [Outcome.DONE] * 3 and store._client.batches == [["a"], ["b"], ["c"]]
+    assert found == [Outcome.DONE] * 3 and client.batches == [["a"], ["b"], ["c"]]
     assert "3 objects from Mooncake: 1 in memory, 1 on disk, 1 unknown" in caplog.text
+    store.close()
     caplog.clear()
-    store.config = MooncakeStoreConfig("h:1")
+    plain = opened(monkeypatch, client)
     with caplog.at_level(logging.INFO, "kvferry"):
-        store.get(["a", "b", "c"], wanted(4096, 4096, 4096), deadline)
-    assert store._client.batches[3:] == [["a", "b", "c"]] and "in memory" not in caplog.text
-    store.calls.close()
+        plain.get(["a", "b", "c"], wanted(4096, 4096, 4096), deadline)
+    assert client.batches[3:] == [["a", "b", "c"]] and "in memory" not in caplog.text
+    plain.close()
+
+
+def test_the_client_is_closed_after_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put that a closing engine no longer waits for still reads registered memory."""
+    client = Client()
+    store = opened(monkeypatch, client)
+    store.register([MemoryRegion(4096, 4096)])
+    put = threading.Thread(target=store.put, args=(["a"], wanted(8), time.monotonic() + 5))
+    put.start()
+    assert client.moving.wait(10)
+    store.close()
+    assert client.called == []
+    with pytest.raises(StoreError, match="closed"):
+        store.get(["a"], wanted(8), time.monotonic() + 5)
+    with pytest.raises(StoreError, match="closed"):
+        store.exists(["a"], time.monotonic() + 5)
+    client.may_end.set()
+    put.join(10)
+    assert client.called == ["put", "unregister", "close"]
+    store.close()
+    assert client.called == ["put", "unregister", "close"]
 
 
 def test_null_is_absent_and_unknown_keys_are_named_once(

@@ -91,7 +91,7 @@ def connect(
 ) -> Link:
     """The first of our carriers that the peer has and that reaches it; says which, and why."""
     out: list[str] = []
-    held: tuple[Carrier, Any, str] | None = None  # reaches the peer, though not in its own way
+    held: Link | None = None  # reaches the peer, though not in its own way; `why` is the detour
     for number, carrier in enumerate(carriers):
         if carrier.name not in offered:
             out.append(f"{carrier.name}: the peer does not offer it")
@@ -109,16 +109,16 @@ def connect(
         detour = carrier.detour_to(peer)
         if detour and held is None and any(c.name == "tcp" for c in later):
             out.append(f"{carrier.name}: {detour}")
-            held = (carrier, peer, detour)
+            held = Link(carrier, peer, detour)
             continue
         if held is not None:
             try:
-                held[0].disconnect(held[1])
+                held.carrier.disconnect(held.peer)
             except Exception as error:
                 log.debug("leaving a peer: %s", text_of(error))
         return _say(who, carrier, peer, out, detour)
     if held is not None:
-        return _say(who, held[0], held[1], out, held[2])
+        return _say(who, *held[:2], out, held.why)
     raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
 
 

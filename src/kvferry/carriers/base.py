@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.copies import Copies, Ints
+from kvferry.copies import Copies, Ints, StridedCopies
 from kvferry.errors import OutOfBounds, ProtocolError, TransferError
 
 Bytes = NDArray[np.uint8]
@@ -86,14 +86,14 @@ class Carrier(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
     def connect(self, endpoint: bytes, deadline: float) -> Any: ...
-    def submit(self, peer: Any, copies: Copies, *, reading: bool) -> Transfer: ...
+    def submit(self, peer: Any, copies: Any, *, reading: bool) -> Transfer: ...
     def disconnect(self, peer: Any) -> None: ...
     def close(self) -> None: ...
 
-    def read(self, peer: Any, copies: Copies) -> Transfer:
+    def read(self, peer: Any, copies: Copies | StridedCopies) -> Transfer:
         return self.submit(peer, copies, reading=True)
 
-    def write(self, peer: Any, copies: Copies) -> Transfer:
+    def write(self, peer: Any, copies: Copies | StridedCopies) -> Transfer:
         return self.submit(peer, copies, reading=False)
 
     def detour_to(self, peer: Any) -> str:

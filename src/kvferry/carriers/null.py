@@ -79,7 +79,6 @@ class NullCarrier(Carrier):
         self._fabric = _everyone if fabric is None else fabric
         self._address = b"null:" + secrets.token_hex(8).encode()
         self._workers = Workers("kvferry-null", workers)
-        self._regions: list[MemoryRegion] = []
         self._lock = threading.Lock()
         self.table = RegionTable.of([])
         self.closed = False
@@ -97,8 +96,7 @@ class NullCarrier(Carrier):
             self._moved = 0
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        self._regions += regions
-        self.table = RegionTable.of(self._regions)
+        self.table = RegionTable.of([*self.table.regions(), *regions])
 
     def endpoint(self) -> bytes:
         return self._address

@@ -8,7 +8,7 @@ their places, and ends it. The client reconnects by itself when its master comes
 The client's calls take no deadline and may block for seconds when the master is gone. Calls that
 move no blocks run in `LateCalls`. Calls that move blocks run on the caller's thread until they end,
 however long that takes: a late put would store another request's bytes under this request's key,
-and a late get would overwrite another request's cache.
+and a late get would overwrite another request's cache. The client is closed after the last call.
 
 `MooncakeStoreConfig` comes from the JSON file that `MOONCAKE_CONFIG_PATH` names, or from
 `MOONCAKE_*` variables, which win over the file. A variable is the field in capitals
@@ -40,6 +40,7 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError, install_command
 from kvferry.net.names import source_address
+from kvferry.pool.embedded.index import Calls
 from kvferry.pool.store import AlikeSlices, Bools, Outcome, Slices, batch_parts
 from kvferry.units import parse_size
 from kvferry.workers import LateCalls
@@ -84,7 +85,7 @@ class MooncakeStore:
         self._sessions: set[str] = set()
         self._session_ended = threading.Condition()
         self._regions: list[MemoryRegion] = []
-        self._closed = False
+        self._using = Calls()
         c = self.config
         _require_listening(c.master_server_address)
         extra = {} if c.tenant_id == "default" else {"tenant_id": c.tenant_id}
@@ -229,11 +230,11 @@ class MooncakeStore:
         return sum(code == 0 for code in codes)
 
     def close(self) -> None:
-        with self._session_ended:
-            if self._closed:
-                return
-            self._closed = True
+        """The last call under way closes the client: it may be at work on registered memory."""
+        if left := self._using.close(0.0, self._end):
+            _log.warning("Mooncake's client is closed after %d calls that are under way", left)
 
+    def _end(self) -> None:
         def end() -> None:
             for region in self._regions:
                 self._client.unregister_buffer(region.address)
@@ -247,17 +248,21 @@ class MooncakeStore:
 
     def _call(self, what: str, function: Callable[[], T], deadline: float) -> T:
         """A call that moves no blocks."""
-        if self._closed:
+        if self._using.closing.is_set():
             raise StoreError("the store is closed")
-        return self.calls(what, function, deadline)
+
+        def counted() -> T:
+            with self._using:
+                return function()
+
+        return self.calls(what, counted, deadline)
 
     @contextmanager
     def _moving(self, what: str) -> Iterator[None]:
         """Calls that move blocks."""
-        if self._closed:
-            raise StoreError("the store is closed")
         try:
-            yield
+            with self._using:
+                yield
         except StoreError:
             raise
         except Exception as error:
@@ -324,7 +329,8 @@ def portions(wanted: Sequence[Slices], most_bytes: int) -> list[slice]:
     """
     if not wanted or not most_bytes:
         return [slice(0, len(wanted))] if wanted else []
-    reach = [int((part.offset + part.length).max()) for part in wanted]  # at least this is read
+    # at least this is read
+    reach = [int((part.offset + part.length).max(initial=0)) for part in wanted]
     blocks = [-(-size // DIRECT_IO_BYTES) + 2 for size in reach]
     return list(batch_parts([count * DIRECT_IO_BYTES for count in blocks], most_bytes))
 

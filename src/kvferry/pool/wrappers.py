@@ -65,7 +65,6 @@ class StagedStore:
         buffers: int = BUFFERS,
     ) -> None:
         self._store, self._memory, self._stage_bytes = store, memory, stage_bytes
-        self._registered: list[MemoryRegion] = []
         self._regions = RegionTable.of([])
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
@@ -74,8 +73,7 @@ class StagedStore:
         self._closed = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        self._registered.extend(regions)
-        self._regions = RegionTable.of(self._registered)
+        self._regions = RegionTable.of([*self._regions.regions(), *regions])
 
     def put(self, keys: Sequence[str], objects: Sequence[Slices], deadline: float) -> list[Outcome]:
         sizes = sizes_of(objects)

@@ -179,10 +179,7 @@ class CudaCarrier(Carrier):
             )
         except BaseException:
             pulse.close()
-            with mine.current():
-                for address in opened:
-                    with contextlib.suppress(CudaError):
-                        mine.close(address)
+            _close_all(mine, opened)
             raise
         near = all(a.gpu == mine.uuid for a in found.allocations)
         peer = CudaPeer(pulse, memory, opened, mine, near=near)
@@ -192,12 +189,6 @@ class CudaCarrier(Carrier):
                 return peer
         peer.disconnect()
         raise Cancelled("the carrier was closed")
-
-    def read(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self.submit(peer, copies, reading=True)
-
-    def write(self, peer: CudaPeer, copies: Copies | StridedCopies) -> Transfer:
-        return self.submit(peer, copies, reading=False)
 
     def disconnect(self, peer: CudaPeer) -> None:
         with self._lock:
@@ -357,10 +348,15 @@ class CudaPeer:
                 return
             opened, self._opened = self._opened, []
         self._pulse.close()
-        with self._device.current():
-            for address in opened:
-                with contextlib.suppress(CudaError):
-                    self._device.close(address)
+        _close_all(self._device, opened)
+
+
+def _close_all(on: Device, opened: list[int]) -> None:
+    """Allocations of a peer."""
+    with on.current():
+        for address in opened:
+            with contextlib.suppress(CudaError):
+                on.close(address)
 
 
 def export(place: DevicePlace) -> Allocation:

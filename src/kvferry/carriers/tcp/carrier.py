@@ -137,10 +137,9 @@ class TcpCarrier(GrantingCarrier):
             usual = STAGED_STREAMS_PER_TRANSFER
         self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
         self._server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
-        self._memory = memory
+        self._own_memory = memory is not None
         if memory is not None:
             self._server.memory = memory
-        self._regions: list[MemoryRegion] = []
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
@@ -155,14 +154,13 @@ class TcpCarrier(GrantingCarrier):
         return self._server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        table = RegionTable.of([*self._regions, *regions])
+        table = RegionTable.of([*self._server.regions.regions(), *regions])
         if len(table) > MAX_REGIONS:
             raise TransferError(
                 f"{len(table)} separate regions; the tcp carrier takes at most {MAX_REGIONS}"
             )
-        self._regions += regions
-        if self._memory is None:
-            self._server.memory = HostMemory(self._regions)
+        if not self._own_memory:
+            self._server.memory = HostMemory(table.regions())
         self._server.regions = table
 
     def endpoint(self) -> bytes:

@@ -334,8 +334,7 @@ def seal(image: memoryview, key: bytes, length: int) -> None:
     size = header_bytes(len(key), length)
     data = image[size : size + length]
     sums = [_checksum(data[at : at + CHUNK_BYTES]) for at in range(0, length, CHUNK_BYTES)]
-    rest = _HEAD.pack(0, _MAGIC, len(key), length, CHUNK_BYTES, len(sums))[8:]
-    rest += np.asarray(sums, dtype="<u8").tobytes() + key
+    rest = _fixed_part(len(key), length) + np.asarray(sums, dtype="<u8").tobytes() + key
     rest += bytes(size - 8 - len(rest))
     image[:size] = _checksum(rest).to_bytes(8, "little") + rest
 
@@ -344,7 +343,7 @@ def seal_alike(keys: Sequence[bytes], length: int, sums: Sums) -> NDArray[np.uin
     """The headers of objects of one length with keys of one length; `sums` has a row for each."""
     size, key_bytes = header_bytes(len(keys[0]), length), len(keys[0])
     headers = np.zeros((len(keys), size), dtype=np.uint8)
-    headers[:, 8 : _HEAD.size] = _fixed_part(key_bytes, length)
+    headers[:, 8 : _HEAD.size] = _matrix([_fixed_part(key_bytes, length)])
     used = _HEAD.size + 8 * sums.shape[1]
     headers[:, _HEAD.size : used] = np.ascontiguousarray(sums, dtype="<u8").view(np.uint8)
     headers[:, used : used + key_bytes] = _matrix(keys)
@@ -359,18 +358,17 @@ def open_alike(
     length; and the checksums that it has."""
     key_bytes, chunks = len(keys[0]), -(-length // CHUNK_BYTES)
     used = _HEAD.size + 8 * chunks
-    good = (headers[:, 8 : _HEAD.size] == _fixed_part(key_bytes, length)).all(axis=1)
+    good = (headers[:, 8 : _HEAD.size] == _matrix([_fixed_part(key_bytes, length)])).all(axis=1)
     good &= (headers[:, used : used + key_bytes] == _matrix(keys)).all(axis=1)
     good &= (headers[:, :8] == _digests(headers)).all(axis=1)
     sums = np.ascontiguousarray(headers[:, _HEAD.size : used]).view("<u8")
     return np.asarray(good), sums
 
 
-def _fixed_part(key_bytes: int, length: int) -> NDArray[np.uint8]:
+def _fixed_part(key_bytes: int, length: int) -> bytes:
     """All of the head but its digest."""
     chunks = -(-length // CHUNK_BYTES)
-    head = _HEAD.pack(0, _MAGIC, key_bytes, length, CHUNK_BYTES, chunks)
-    return np.frombuffer(head, dtype=np.uint8)[8:]
+    return _HEAD.pack(0, _MAGIC, key_bytes, length, CHUNK_BYTES, chunks)[8:]
 
 
 def _matrix(keys: Sequence[bytes]) -> NDArray[np.uint8]:

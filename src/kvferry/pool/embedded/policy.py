@@ -134,7 +134,7 @@ class ConversationPolicy:
         fresh = rows[~known]
         h.first[fresh] = now
         h.shared[fresh] = 0
-        klass = self.class_of(turn, count)
+        klass = min(turn, t.turn_classes) - 1
         self._starts[klass] += 1
         h.last[rows] = now
         h.turns[rows] = turn
@@ -165,15 +165,11 @@ class ConversationPolicy:
         score = table[np.minimum(h.klass[rows], RECORD_CLASS), cells]
         last_block = (chain > 0) & (depth == chain - 1)
         score = np.where(last_block, score * min(self._last_block_hit(), 1.0), score)
-        score = np.maximum(score, self.shared_rate(rows, age, now))
+        score = np.maximum(score, self._shared_rate(rows, age, now))
         # Older first among objects of one class and age, deeper first among those of one request.
         return np.asarray(score * (1.0 - DEPTH_WEIGHT * np.minimum(depth, 1000)) - 1e-12 * age)
 
-    def class_of(self, turn: int, blocks: int) -> int:
-        """The class of a conversation with so many turns, whose last request had so many blocks."""
-        return min(turn, self.tuning.turn_classes) - 1
-
-    def shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:
+    def _shared_rate(self, rows: Ints, age: Floats, now: float) -> Floats:
         """Visits a second of beginnings that several conversations share."""
         h, t = self.history, self.tuning
         visits = h.shared[rows].astype(np.float64)

@@ -175,13 +175,11 @@ class EmbeddedStore:
             )
         self._clock = clock
         self._regions = RegionTable.of([])
-        self._registered: list[MemoryRegion] = []
         self._promote_after = 0.0
         self._unpin: Callable[[], None] | None = None
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        self._registered.extend(regions)
-        self._regions = RegionTable.of(self._registered)
+        self._regions = RegionTable.of([*self._regions.regions(), *regions])
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
         if not keys:
