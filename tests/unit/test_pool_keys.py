@@ -115,6 +115,11 @@ class TestContent:
         with pytest.raises(DescriptionError, match="expected 10"):
             ContentChain().cover([1, 2], 10)
 
+    def test_neighbours_that_look_like_the_mark_are_tokens(self) -> None:
+        made = ContentChain()
+        made.cover([0xFFFF0000, 0x0000FFFF], 2)  # four bytes of ones, half of each token
+        assert made.tokens == 2
+
 
 class TestKeys:
     def test_whatever_differs_in_meaning_has_another_key(self) -> None:

@@ -128,6 +128,7 @@ def object_keys(
 
 
 MARK = 0xFFFFFFFF  # no token has this id
+_MARK_BYTES = MARK.to_bytes(4, "little")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -178,12 +179,14 @@ class ContentChain:
                 raise DescriptionError(f"token ids are from 0 to {MARK - 1}") from None
             if not ids:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
-            stream = np.frombuffer(ids, dtype=np.uintc)
-            if int(stream.max()) >= MARK:
+            stream = np.frombuffer(ids, dtype=np.uintc).astype("<u4", copy=False)
+            raw = stream.tobytes()
+            # numpy's maximum gives the interpreter's lock away: it is asked for suspects alone
+            if _MARK_BYTES in raw and int(stream.max()) >= MARK:
                 raise DescriptionError(f"token ids are from 0 to {MARK - 1}")
             with self._lock:  # another thread may have appended them meanwhile
                 if self.tokens == have:
-                    self._stream += stream.astype("<u4").tobytes()
+                    self._stream += raw
 
     def digests(self, block_tokens: int, blocks: int | None = None, ahead: int = 0) -> list[str]:
         """Digests of the first whole blocks of this size, as hexadecimal.
@@ -217,9 +220,11 @@ class ContentChain:
                     at = begin
                 hasher.update(view[at:end])
                 at = end
+                if not ahead:
+                    digests.append(hasher.hexdigest())
+                    continue
                 here = hasher.copy()
-                if ahead:
-                    here.update(self._tail(start + end // 4, ahead))
+                here.update(self._tail(start + end // 4, ahead))
                 digests.append(here.hexdigest())
 
     def _tail(self, start: int, tokens: int) -> bytes:

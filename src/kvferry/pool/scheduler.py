@@ -27,7 +27,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain as joined
+from itertools import compress, count
 from math import lcm
 from typing import Any, Literal
 
@@ -330,7 +331,8 @@ class PoolScheduler:
         """Order a job for these blocks."""
         job_id = next(self._job_ids)
         self._jobs[job_id] = SaveJob(tables, tag)
-        self._saving.add(job_id, [i for t in tables for i in t.block_ids], self._ranks)
+        block_ids = list(joined.from_iterable(t.block_ids for t in tables))
+        self._saving.add(job_id, block_ids, self._ranks)
         self._orders.saves.append(SaveOrder(job_id, tables, self.limits.save_seconds))
         self.counters.add("save_jobs")
 
@@ -505,16 +507,15 @@ def blocks_to_save(
         if kind.residency.kind == "state" or kind.table >= len(tables):
             continue
         first, stop = start_tokens // kind.block_tokens, stop_tokens // kind.block_tokens
-        ids = list(tables[kind.table][first:stop])
-        contents = chain.digests(kind.block_tokens, stop, kind.ahead)[first:stop]
-        kept = [i for i, block in enumerate(ids) if block != null_block]
-        if kept:
-            yield TableBlocks(
-                kind.table,
-                tuple(first + i for i in kept),
-                tuple(ids[i] for i in kept),
-                tuple(contents[i] for i in kept),
-            )
+        ids = tuple(tables[kind.table][first:stop])
+        contents = tuple(chain.digests(kind.block_tokens, stop, kind.ahead)[first:stop])
+        numbers = tuple(range(first, first + len(ids)))
+        if null_block in ids:  # a window has left them
+            kept = [block != null_block for block in ids]
+            numbers, ids = tuple(compress(numbers, kept)), tuple(compress(ids, kept))
+            contents = tuple(compress(contents, kept))
+        if ids:
+            yield TableBlocks(kind.table, numbers, ids, contents[: len(ids)])
 
 
 def states_to_save(
