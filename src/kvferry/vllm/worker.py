@@ -275,10 +275,6 @@ def _log_load(loaded: Loaded) -> None:
     )
 
 
-def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
-    return gpu_of(kv_caches) is not None
-
-
 def gpu_of(kv_caches: Mapping[str, Any]) -> int | None:
     """The number of the GPU that holds the cache's tensors; None where the host does."""
     found = [t.device.index or 0 for t in kv_caches.values() if t.device.type == "cuda"]
