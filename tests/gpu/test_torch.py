@@ -65,13 +65,13 @@ def test_orders_wait_for_the_device() -> None:
     for _ in range(60):
         matrix = matrix @ matrix * 1e-4
     end.record()
-    mark = ready.mark()
-    mark(lambda why: done.append(end.query() and not why))
-    mark(lambda why: (done.append("second" + why), over.set()))
+    ready.begin(1)
+    ready.after(0, lambda why: done.append(end.query() and not why))
+    ready.after(0, lambda why: (done.append("second" + why), over.set()))
     assert not done and not end.query()  # the caller has not waited
     assert over.wait(30)
     assert done == [True, "second"]
     ready.close()
     begin = time.monotonic()
-    WhenReady(gpu=False).mark()(lambda why: done.append("at once" + why))
+    WhenReady(gpu=False).after(0, lambda why: done.append("at once" + why))
     assert done[-1] == "at once" and time.monotonic() - begin < 1

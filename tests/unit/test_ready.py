@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
 
-from kvferry.handover.wakeup import WhenReady
+from kvferry.handover.wakeup import KEPT_STEPS, WhenReady
 
 
 class Mark:
@@ -14,9 +15,6 @@ class Mark:
 
     def __init__(self, error: str = "") -> None:
         self.reached, self._error = threading.Event(), error
-
-    def record(self) -> None:
-        pass
 
     def synchronize(self) -> None:
         assert self.reached.wait(10)
@@ -29,7 +27,8 @@ def test_actions_wait_their_turn_and_failures_are_passed_on() -> None:
     left, said, over = iter(marks), [], threading.Event()
     ready = WhenReady(gpu=True, record=lambda: next(left))
     for number in range(3):
-        ready.mark()(lambda why, number=number: said.append((number, why)))  # type: ignore[misc]
+        ready.begin(number)
+        ready.after(number - 1, lambda why, number=number: said.append((number, why)))  # type: ignore[misc]
     assert said == []
     marks[2].reached.set()  # later ones do not overtake
     marks[0].reached.set()
@@ -46,8 +45,9 @@ def test_an_action_that_raises_does_not_end_the_others() -> None:
     mark, said, over = Mark(), [], threading.Event()
     mark.reached.set()
     ready = WhenReady(gpu=True, record=lambda: mark)
-    ready.mark()(lambda why: 1 / 0)  # type: ignore[arg-type, return-value]
-    ready.mark()(lambda why: (said.append(why), over.set()))  # type: ignore[arg-type, func-returns-value, return-value]
+    ready.begin(1)
+    ready.after(0, lambda why: 1 / 0)  # type: ignore[arg-type, return-value]
+    ready.after(0, lambda why: (said.append(why), over.set()))  # type: ignore[arg-type, func-returns-value, return-value]
     assert over.wait(10) and said == [""]
     ready.close()
 
@@ -56,8 +56,40 @@ def test_a_device_that_cannot_even_be_marked() -> None:
     def record() -> Mark:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    said: list[str] = []
-    WhenReady(gpu=True, record=record).mark()(said.append)
-    assert said == ["the device failed: CUDA error: unspecified launch failure"]
-    WhenReady(gpu=False).mark()(said.append)
-    assert said[1:] == [""]
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ready = WhenReady(gpu=True, record=record)
+    ready.begin(1)
+    ready.after(0, said.put)
+    failed = "the device failed: CUDA error: unspecified launch failure"
+    assert said.get(timeout=10) == failed
+    ready.close()
+    host = WhenReady(gpu=False)
+    host.begin(1)
+    host.after(0, said.put)
+    assert said.get_nowait() == ""
+
+
+def test_an_action_waits_for_its_own_step_not_for_those_queued_since() -> None:
+    marks = [Mark() for _ in range(3 + KEPT_STEPS)]
+    left, said = iter(marks), queue.SimpleQueue[str]()
+    ready = WhenReady(gpu=True, record=lambda: next(left))
+    for step in (1, 2, 4):  # the third was not told
+        ready.begin(step)
+    ready.after(1, said.put)
+    with pytest.raises(queue.Empty):
+        said.get(timeout=0.1)
+    marks[1].reached.set()  # the second step began: the first is over
+    assert said.get(timeout=10) == ""
+    ready.after(2, said.put)
+    with pytest.raises(queue.Empty):
+        said.get(timeout=0.1)
+    marks[2].reached.set()
+    assert said.get(timeout=10) == ""
+    for step in range(5, 5 + KEPT_STEPS):
+        ready.begin(step)
+    ready.after(0, said.put)  # that event is not kept: a later one serves, and none before it
+    with pytest.raises(queue.Empty):
+        said.get(timeout=0.1)
+    marks[3].reached.set()
+    assert said.get(timeout=10) == ""
+    ready.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import warnings
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,9 +21,14 @@ with warnings.catch_warnings():
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.errors import DescriptionError, TransferError
+from kvferry.handover.holds import HoldOrder
+from kvferry.handover.wakeup import WhenReady
 from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.shape import Rank
 from kvferry.vllm import worker
 from kvferry.vllm.config import FerryConfig
+from kvferry.vllm.describe import CacheRank
+from kvferry.vllm.metadata import HandoverOrders
 from kvferry.vllm.worker import cache_carriers
 
 RDMA: dict[str, Any] = {"mooncake": {"protocol": "rdma"}, "nixl": {"backends": ["UCX"]}}
@@ -71,6 +78,57 @@ def test_which_caches_are_written_after_a_prompt_is_computed(
     assert not worker.written_late(CacheModel("m", tuple(groups)))
     groups.append(replace(groups[0], name="other", layers=(1,), **change))
     assert worker.written_late(CacheModel("m", tuple(groups))) is late
+
+
+class Mark:
+    """An event that the test lets the device come to."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(10)
+
+
+class Told:
+    """In place of a producer and a consumer: what they were told, in order."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def open_hold(self, hold: HoldOrder) -> None:
+        self.told.put(f"hold {hold.hold_id}")
+
+    def start(self, load: Any) -> None:
+        self.told.put(f"load {load}")
+
+    def next(self) -> str:
+        return self.told.get(timeout=10)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
+    """Not when the step of another prompt is, which was queued since; a load waits for that."""
+    marks = [Mark() for _ in range(4)]
+    left, rank = iter(marks), Told()
+    made: Any = worker.FerryWorker.__new__(worker.FerryWorker)
+    made._producer = made._consumer = rank
+    made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
+    made._ready = WhenReady(gpu=True, record=lambda: next(left))
+    made.start(HandoverOrders(), 1)  # computes a prompt
+    made.start(HandoverOrders(), 2)  # computes another one
+    orders = HandoverOrders([HoldOrder("a", "r", "", 1, [[1]])], ["b"], written=1)  # type: ignore[list-item]
+    made.start(orders, 3)
+    if late:
+        with pytest.raises(queue.Empty):
+            rank.told.get(timeout=0.1)
+        marks[1].reached.set()  # the first step is over, the second one is not
+    assert rank.next() == "hold a"
+    with pytest.raises(queue.Empty):
+        rank.told.get(timeout=0.1)
+    marks[2 if late else 0].reached.set()  # nothing was recorded for the steps without orders
+    assert rank.next() == "load b"
+    made._ready.close()
 
 
 @pytest.fixture(autouse=True)

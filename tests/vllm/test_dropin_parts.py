@@ -243,6 +243,23 @@ class TestOffering:
         assert held and orders.holds[0].hold_id == derived_hold("i", "transfer t")
         assert made.held_blocks == 2  # the null block is nobody's
 
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_a_hold_names_the_last_step_that_writes_into_its_blocks(self, stages: int) -> None:
+        """With pipeline stages it is any step before the one that brings the hold."""
+        made, orders = offering("ferry")
+        made.shape = 1, stages
+        first, second = request("a"), request("b")
+        made.accept(first)
+        made.accept(second)
+        for step, names in enumerate(({"a"}, {"a", "b"}, {"b"}, {"other"}), 1):
+            assert made.scheduled(names) == step
+        assert made.finished(first, ([1],))[0]
+        assert orders.written == (2 if stages == 1 else 4)
+        assert made.finished(second, ([2],))[0]
+        taken = orders.take()
+        assert taken.written == (3 if stages == 1 else 4) and len(taken.holds) == 2
+        assert orders.written == 0 and not orders.pending
+
     def test_samples_of_one_request_share_a_hold(self) -> None:
         made, orders = offering("mooncake")
         ends = [

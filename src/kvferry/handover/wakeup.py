@@ -2,8 +2,8 @@
 """Two signals: the device has finished a step's kernels, and a rank has something to report.
 
 `WhenReady`. Some of a step's orders (begin this load) are valid only once the device has finished
-the kernels launched before them. If the device fails first, the orders are passed on as failed,
-because no other part of the engine would report them.
+the kernels of earlier steps. If the device fails first, the orders are passed on as failed, because
+no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
 one are held. A step that computes nothing waits a moment for its rank to have something to report,
@@ -15,18 +15,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 log = logging.getLogger("kvferry")
 
+KEPT_STEPS = 8  # whose events are kept; an engine has two steps in flight
 # Called with the device's error, or with an empty string once the event has completed.
 Action = Callable[[str], None]
 
 
 class DeviceEvent(Protocol):
-    def record(self) -> Any: ...
-
     def synchronize(self) -> Any:
         """Wait until the device has reached the event; raises if it never will."""
         ...
@@ -35,34 +35,51 @@ class DeviceEvent(Protocol):
 def _torch_event() -> DeviceEvent:
     import torch
 
-    event: DeviceEvent = torch.cuda.Event(blocking=True)
+    event = torch.cuda.Event(blocking=True)
     event.record()
-    return event
+    return event  # type: ignore[no-any-return]
+
+
+class _Failed:
+    """An event that could not be recorded."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def synchronize(self) -> None:
+        raise self._error
 
 
 class WhenReady:
-    """Calls actions in the order of their events, each once its event has completed.
+    """Calls actions in the order in which they came, each once the device has finished its step.
 
     Each action is called exactly once, and must not raise.
     """
 
     def __init__(self, gpu: bool, record: Callable[[], DeviceEvent] = _torch_event) -> None:
         self._gpu, self._record = gpu, record
+        self._steps: deque[tuple[int, DeviceEvent]] = deque(maxlen=KEPT_STEPS)
         self._queue: queue.SimpleQueue[tuple[DeviceEvent, Action] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-ready", daemon=True)
         if gpu:
             self._thread.start()
 
-    def mark(self) -> Callable[[Action], None]:
-        """Record an event. The returned function calls an action once that event has completed."""
-        if not self._gpu:
-            return lambda action: action("")
-        try:
-            event = self._record()
-        except Exception as error:
-            why = _why(error)
-            return lambda action: action(why)
-        return lambda action: self._queue.put((event, action))
+    def begin(self, step: int) -> None:
+        """Before a step's kernels are launched. The event recorded now ends all steps before it."""
+        if self._gpu:
+            try:
+                self._steps.append((step, self._record()))
+            except Exception as error:
+                self._steps.append((step, _Failed(error)))
+
+    def after(self, step: int, action: Action) -> None:
+        """Call an action once the device has finished a step, which is before the one that began
+        last. If the step's own event is not kept, a later one serves."""
+        if self._gpu:
+            event = next(event for number, event in self._steps if number > step)
+            self._queue.put((event, action))
+        else:
+            action("")
 
     def close(self) -> None:
         self._queue.put(None)
@@ -76,16 +93,12 @@ class WhenReady:
             try:
                 event.synchronize()
             except Exception as error:
-                why = _why(error)
+                log.error("the device failed before it finished a step's kernels: %s", error)
+                why = f"the device failed: {error}"
             try:
                 action(why)
             except Exception:  # later orders must still be passed on
                 log.exception("an order of a step could not be passed on")
-
-
-def _why(error: Exception) -> str:
-    log.error("the device failed before it finished a step's kernels: %s", error)
-    return f"the device failed: {error}"
 
 
 class Wakeup:

@@ -236,7 +236,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the scheduler's process: steps
 
     def build_connector_meta(self, scheduler_output: Any) -> FerryMetadata:
-        handover = pool = None
+        handover, pool, step = None, None, 0
         idle, queueing = scheduler_output.total_num_scheduled_tokens == 0, False
         if self.handover is not None:
             consuming = self.handover.consuming
@@ -244,11 +244,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             consuming.settle()
             queueing = idle and consuming.queueing
             handover = self.handover.parts.orders.take()
+            step = self.handover.producing.scheduled(scheduler_output.num_scheduled_tokens)
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
             if idle and self.pool.pool.wait_for_lookup(LOOKUP_SECONDS):
                 idle = False  # the request of that lookup may be scheduled now: no time to lose
-        return FerryMetadata(handover, pool, idle, queueing)
+        return FerryMetadata(handover, pool, idle, queueing, step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
@@ -363,7 +364,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = connector_metadata
         assert isinstance(step, FerryMetadata)
         if self.worker is not None and step.handover is not None:
-            self.worker.start(step.handover, idle=step.idle, queueing=step.queueing)
+            self.worker.start(step.handover, step.step, idle=step.idle, queueing=step.queueing)
         if self.pool_worker is not None and step.pool is not None:
             self.pool_worker.start(step.pool, idle=step.idle)
 

@@ -32,6 +32,7 @@ class HandoverOrders:
     cancels: list[str] = field(default_factory=list)
     releases: list[Ticket] = field(default_factory=list)
     withdrawals: list[str] = field(default_factory=list)  # holds that will not come, or must go
+    written: int = 0  # the last step that may write into the blocks of `holds`
     incarnation: str = ""  # not empty: workers take this incarnation before all else
 
     @property
@@ -51,6 +52,7 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     pool: PoolOrders | None = None
     idle: bool = False  # the step computes nothing
     queueing: bool = False  # requests wait for what others must do first
+    step: int = 0  # its number; only the hand-over counts
 
 
 @dataclass

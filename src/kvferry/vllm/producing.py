@@ -60,6 +60,7 @@ class Producing:
     second: bool = True  # whether a sibling sees requests before us
     told_too: Mapping[str, Any] = field(default_factory=dict)  # in-tree fields of flat answers
     loads_here: Callable[[], bool] = lambda: False  # whether requests with a ticket live here
+    step: int = 0  # number of the last step that was scheduled
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
@@ -80,6 +81,13 @@ class Producing:
             digest, lora = request_digest(request), self.parts.adapters.ask(request)
             self._accepted[request_id] = _Accepted(digest, lora)
             self.parts.cut.stop_short(request)
+
+    def scheduled(self, request_ids: Iterable[str]) -> int:
+        """A step with these requests: its number."""
+        self.step += 1
+        for request_id in self._accepted.keys() & request_ids:
+            self._accepted[request_id].step = self.step
+        return self.step
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -130,6 +138,10 @@ class Producing:
         tokens, request_id = len(request.prompt_token_ids), request.request_id
         tables = self.parts.cut.tables(block_ids)
         self.parts.orders.holds.append(HoldOrder(hold_id, request_id, digest, tokens, tables))
+        # A step writes only into blocks of its own requests. But an earlier pipeline stage may move
+        # a state in a later step, when it hears how many tokens were sampled.
+        written = accepted.step if self.shape[1] == 1 else self.step
+        self.parts.orders.written = max(self.parts.orders.written, written)
         self.held[request_id] = blocks
         self.held_blocks += blocks
         self._moved = time.monotonic()
@@ -209,11 +221,12 @@ class _Named:
     held: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Accepted:
     digest: str = ""  # of the whole prompt
     lora: Asked | None = None  # its adapter
     refusal: tuple[str, str] | None = None  # reason and message: it will not be held
+    step: int = 0  # the last one that it was scheduled in
 
 
 def completed(request: Any) -> bool:

@@ -148,13 +148,16 @@ class FerryWorker:
         report, self._closed = FerryReport(closed=self._closed), {}
         return report
 
-    def start(self, orders: HandoverOrders, *, idle: bool = False, queueing: bool = False) -> None:
+    def start(
+        self, orders: HandoverOrders, step: int, *, idle: bool = False, queueing: bool = False
+    ) -> None:
         """Pass a step's orders on to the threads, before vLLM launches that step.
 
         Steps before it may still write into blocks that a load gets, so the load waits until the
         device has finished them. Blocks of a hold are final: the scheduler has seen the token that
-        was sampled after them; those that may be `written_late` wait too. If the device failed,
-        loads fail, and holds that waited are closed as they open.
+        was sampled after them. Those that may be `written_late` wait for the last step that writes
+        into them, not for the steps queued since. If the device failed, loads fail, and holds that
+        waited are closed as they open.
         """
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
@@ -187,14 +190,15 @@ class FerryWorker:
             for ticket in orders.releases:
                 consumer.release(ticket, "not needed")
 
+        if self._written_late or orders.pending:
+            self._ready.begin(step)
         if not orders.pending:
             return
-        when_ready = self._ready.mark()
         if self._written_late:
-            when_ready(produce)
+            self._ready.after(orders.written, produce)
         else:
             produce("")
-        when_ready(consume)
+        self._ready.after(step - 1, consume)
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -269,10 +273,6 @@ def _log_load(loaded: Loaded) -> None:
         loaded.descriptors,
         f"; {loaded.zeroed_bytes} bytes of draft layers zeroed" if loaded.zeroed_bytes else "",
     )
-
-
-def on_gpu(kv_caches: Mapping[str, Any]) -> bool:
-    return gpu_of(kv_caches) is not None
 
 
 def gpu_of(kv_caches: Mapping[str, Any]) -> int | None:

@@ -30,7 +30,7 @@ from kvferry.vllm.describe import CacheRank, Described
 from kvferry.vllm.metadata import FerryHandshake, FerryReport
 from kvferry.vllm.metrics import FerryStats
 from kvferry.vllm.pool.config import PoolConfig
-from kvferry.vllm.worker import memory_of, on_gpu
+from kvferry.vllm.worker import gpu_of, memory_of
 
 log = logging.getLogger("kvferry")
 
@@ -60,7 +60,7 @@ class PoolWorker:
         device = next(iter(kv_caches.values())).device
         self._on_device = device.type != "cpu"
         staged = self._on_device and (self.config.store == "embedded" or self.config.checked)
-        if staged and not on_gpu(kv_caches):
+        if staged and gpu_of(kv_caches) is None:
             raise DescriptionError(
                 f"the cache lies on {device}, from where nothing here brings it to host memory, "
                 'which is what the embedded store moves, and what checksums need; use "store": '
