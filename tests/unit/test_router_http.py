@@ -193,6 +193,29 @@ def test_chunks_that_are_none(what: str) -> None:
         assert refused, (what, cut)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"5\r\nhello\r\n", b"05\r\nhello\r\n", b"5;a=b\r\nhello\r\n", b"5 \r\nhello\r\n"),
+        *(b"0x5\r\nhello\r\n", b"g\r\nhello\r\n", b"5\r\nhell\r\n\r\n", b"5\r\nhelloXX"),
+        *(b"4\r\n\r\n\r\n\r\n", b"5\r\nhello\r\n3\r\nabc\r\n", b"0\r\n\r\n", b"00\r\n\r\n"),
+    ],
+)
+def test_a_chunk_at_once_is_read_like_one_byte_by_byte(data: bytes) -> None:
+    def read(pieces: list[bytes]) -> tuple[bytes, bool, bytes] | None:
+        body = Body(True, 0)
+        try:
+            for piece in pieces:
+                body.receive(piece)
+            if not body.whole:
+                body.receive(b"2\r\nok\r\n0\r\n\r\nrest")
+        except HttpError:
+            return None
+        return body.take(), body.whole, body.rest
+
+    assert read([data]) == read([data[at : at + 1] for at in range(len(data))])
+
+
 def test_small_chunks_are_counted() -> None:
     body = Body(True, 0, most_small_chunks=2)
     body.receive(b"1\r\na\r\n")

@@ -33,6 +33,7 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?"
 _FIELDS = re.compile(rb"(?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*")
 _TRAILER = re.compile(_TOKEN + rb":[\t\x20-\x7e\x80-\xff]*")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_ONE_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -160,6 +161,8 @@ class Body:
             return
         if self._line:
             data = self._line + data
+        elif not (self._left or self._behind_chunk or self._behind_last) and self._one_chunk(data):
+            return
         at, size = 0, len(data)
         while not self.whole and at < size:
             if self._left:
@@ -182,6 +185,18 @@ class Body:
             raise HttpError("a line between two chunks is too long")
         if self._behind_chunk and self._line and self._line != b"\r":
             raise HttpError(f"no chunk ends with {self._line[:40]!r}")
+
+    def _one_chunk(self, data: bytes) -> bool:
+        """Take `data` if it is one whole chunk, as most events of a stream come. Else take nothing,
+        and leave it to the rules for all others."""
+        found = _ONE_CHUNK.match(data)
+        if found is None or self._small_left != math.inf:
+            return False
+        begin, size = found.end(), int(found[1], 16)
+        if not size or len(data) != begin + size + 2 or not data.endswith(b"\r\n"):
+            return False
+        self.parts.append(data[begin:-2])
+        return True
 
     def _receive_plain(self, data: bytes) -> None:
         size = len(data)
