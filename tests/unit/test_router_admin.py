@@ -9,7 +9,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -258,6 +260,32 @@ def test_the_command_line_changes_a_fleet(tmp_path: Path, monkeypatch: Any) -> N
     with cluster() as c:
         said = run("list", "--router", str(c.client.base_url), status=2)
         assert "it has no admin API; it must be restarted with --token-file (--take" in said
+
+
+@pytest.mark.parametrize("body", ['{"detail": "Not Found"}', '{"error": "no"}', "[]"])
+def test_the_command_line_names_a_server_that_is_no_router(body: str, monkeypatch: Any) -> None:
+    """vLLM's own default port is the router's: an engine answers there with a JSON of its own."""
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Standard error has the command's message alone."""
+
+    monkeypatch.setenv("KVFERRY_ROUTER_TOKEN", TOKEN)
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        at = f"http://127.0.0.1:{server.server_port}"
+        got = CliRunner().invoke(app, ["router", "list", "--router", at])
+    said = " ".join(got.output.split())
+    assert (got.exit_code, said) == (
+        2,
+        f"error: {at} is no kvferry router: it answered with status 404; name the router's address "
+        "with --router",
+    )
 
 
 def test_an_engine_that_drained_is_taken_back_as_it_was(tmp_path: Path, monkeypatch: Any) -> None:

@@ -268,7 +268,13 @@ def _ask(
         raise KvferryError(f"the router at {at} gave no answer: {error}") from None
     if answer.is_success and isinstance(said, dict):
         return said
-    if answer.status_code == 404 and said.get("error", {}).get("code") == "not_found":
+    refusal = said.get("error") if isinstance(said, dict) else None
+    if not isinstance(refusal, dict):
+        raise KvferryError(
+            f"{at} is no kvferry router: it answered with status {answer.status_code}; name the "
+            "router's address with --router"
+        )
+    if answer.status_code == 404 and refusal.get("code") == "not_found":
         raise KvferryError(
             f"the router at {at} was started without a token, so it has no admin API; it must be "
             f"{_WITH_TOKEN}"
@@ -278,4 +284,4 @@ def _ask(
             f"the router at {at} does not know this token; use the one that it was started with "
             "(--token-file, or KVFERRY_ROUTER_TOKEN)"
         )
-    raise KvferryError(said["error"]["message"])
+    raise KvferryError(str(refusal.get("message")))
