@@ -184,6 +184,16 @@ class TestDraftLayers:
         assert found.model.group("draft").layers == (0,)
         assert found.model.group("attention").layers == (0, 1, 2, 3)
 
+    def test_one_of_the_hub_by_its_name_or_its_snapshot(self) -> None:
+        snapshot = f"/cache/models--org--eagle/snapshots/{'a' * 40}"
+        groups = []
+        for name in ("org/eagle", snapshot, "org/other"):
+            worker = Worker(golden("llama-tp1"), Rank(0, 0))
+            worker.add_draft(layers=1, heads=2, head_size=32, block=64)
+            worker.vllm_config.speculative_config.draft_model_config.model = name
+            groups.append(worker.describe().model.group("draft"))
+        assert groups[0] == groups[1] != groups[2]
+
     @pytest.mark.parametrize("first", [4, 0])  # from the model's count, or as a first layer has it
     def test_with_stages_the_last_one_tells(self, first: int) -> None:
         """All stages describe one engine; what it hands over arrives, also at an engine without

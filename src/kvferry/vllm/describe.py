@@ -401,7 +401,7 @@ def draft_cache_dtype(vllm_config: Any) -> str:
 def _identity(config: Any, target: Any) -> str:
     """A model's name, a digest of its configuration, and what else decides what it computes."""
     text = config.hf_text_config.to_dict()
-    words = [str(config.model).rstrip("/").rsplit("/", 1)[-1], configuration_digest(text)]
+    words = [_last_name(str(config.model)), configuration_digest(text)]
     words += [rope_factors(text, told) for told in (target, config)]  # vLLM asks either, by method
     words.append(str(config.quantization or ""))
     return " ".join(filter(None, words))
