@@ -115,10 +115,10 @@ def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
     made._producer = made._consumer = rank
     made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
     made._ready = WhenReady(gpu=True, record=lambda: next(left))
-    made.start(HandoverOrders(), 1)  # computes a prompt
-    made.start(HandoverOrders(), 2)  # computes another one
+    made.start(HandoverOrders(), step=1)  # computes a prompt
+    made.start(HandoverOrders(), step=2)  # computes another one
     orders = HandoverOrders([HoldOrder("a", "r", "", 1, [[1]])], ["b"], written=1)  # type: ignore[list-item]
-    made.start(orders, 3)
+    made.start(orders, step=3)
     if late:
         with pytest.raises(queue.Empty):
             rank.told.get(timeout=0.1)

@@ -364,7 +364,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = connector_metadata
         assert isinstance(step, FerryMetadata)
         if self.worker is not None and step.handover is not None:
-            self.worker.start(step.handover, step.step, idle=step.idle, queueing=step.queueing)
+            self.worker.start(step.handover, step=step.step, idle=step.idle, queueing=step.queueing)
         if self.pool_worker is not None and step.pool is not None:
             self.pool_worker.start(step.pool, idle=step.idle)
 

@@ -149,7 +149,7 @@ class FerryWorker:
         return report
 
     def start(
-        self, orders: HandoverOrders, step: int, *, idle: bool = False, queueing: bool = False
+        self, orders: HandoverOrders, *, step: int, idle: bool = False, queueing: bool = False
     ) -> None:
         """Pass a step's orders on to the threads, before vLLM launches that step.
 
