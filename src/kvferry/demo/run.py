@@ -50,12 +50,12 @@ from kvferry.net.rpc import Sockets
 TRANSPORTS = (AUTO, *CARRIERS)
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
 FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is killed
-Progress = Callable[[str, int, int], None]  # a phase, requests that ranks have done in it, of all
+Progress = Callable[[str, int, int], None]  # the phase, its requests done, and all
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What a run moved and found.
+    """The result of a run.
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
     last decode rank had all its requests, with handshakes, claims, planning and last words.
@@ -103,7 +103,7 @@ def run_demo(
     transport: str = AUTO,
     progress: Progress = lambda phase, done, total: None,
 ) -> DemoResult:
-    """Run the whole demo, and return what it found."""
+    """Run the whole demo."""
     if transport not in TRANSPORTS:
         raise DescriptionError(
             f"transport must be one of {', '.join(TRANSPORTS)}, found {transport!r}"
@@ -206,7 +206,7 @@ class Member:
 
 
 class Crew:
-    """All ranks. Leaving the context ends every process, in any state.
+    """The processes of all ranks. Leaving the context ends every process, in any state.
 
     Every wait has a deadline. If a rank dies, hangs or fails, the demo ends with an error that
     names the rank, and all other ranks end too.
@@ -244,11 +244,11 @@ class Crew:
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
         """Let these ranks call a method. Returns their results in the same order."""
         for member in members:
-            with suppress(ConnectionError):  # it has ended, and may have said why: read below
+            with suppress(ConnectionError):  # it has ended; its last message is read below
                 member.pipe.send((name, arguments))
         by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
         answers: dict[Member, Any] = {}
-        reporting = self.prefill if name == "fill" else members  # decode ranks have no requests yet
+        reporting = self.prefill if name == "fill" else members  # decode ranks fill no requests
         done, total = 0, len(reporting) * len(self._work.requests)
         while len(answers) < len(members):
             # The pipe of a rank that has nothing to answer is ready only when the rank has ended.
