@@ -226,9 +226,10 @@ class Bench:
         here = self.landing.ctypes.data
         src, dst = (here, other) if op == "write" else (other, here)
         slots = BUFFER_BYTES // size
+        count = min(most, slots)
         rng = np.random.default_rng(size)
-        from_slots, to_slots = (rng.permutation(slots)[:most].astype(np.int64) for _ in range(2))
-        length = np.full(len(from_slots), size, dtype=np.int64)
+        from_slots, to_slots = (rng.choice(slots, count, replace=False) for _ in range(2))
+        length = np.full(count, size, dtype=np.int64)
         return Copies(src + from_slots * size, dst + to_slots * size, length)
 
     def _rounds(self, size: int, tasks: Tasks, least: int, seconds: float = 0.0) -> int:
