@@ -113,19 +113,19 @@ def run_demo(
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    with closing(Prefill(work)) as prefill, Crew(work, progress) as crew:
-        crew.start(transport)
-        prefill.introduce(crew.ask(crew.prefill, "describe"))
-        crew.ask(crew.everyone, "fill")
-        crew.ask(crew.prefill, "hold", prefill.tickets)
+    with closing(Prefill(work)) as prefill, Ranks(work, progress) as ranks:
+        ranks.start(transport)
+        prefill.introduce(ranks.ask(ranks.prefill, "describe"))
+        ranks.ask(ranks.everyone, "fill")
+        ranks.ask(ranks.prefill, "hold", prefill.tickets)
         begun = time.monotonic()
         params = [ticket.to_params() for ticket in prefill.tickets]  # as a router passes them on
-        moved: list[RankMoved] = crew.ask(crew.decode, "load", params)
+        moved: list[RankMoved] = ranks.ask(ranks.decode, "load", params)
         transfer_seconds = time.monotonic() - begun
-        delivered: list[int] = crew.ask(crew.prefill, "delivered")
+        delivered: list[int] = ranks.ask(ranks.prefill, "delivered")
         if min(delivered) < len(work.requests):
             raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
-        checked: list[Checked] = crew.ask(crew.decode, "check")
+        checked: list[Checked] = ranks.ask(ranks.decode, "check")
     way, why = _reached(transport, [link for one in moved for link in one.links])
     stats = [one.stats for one in moved]
     total = sum(one.bytes for one in stats)
@@ -205,7 +205,7 @@ class Member:
     pipe: Connection
 
 
-class Crew:
+class Ranks:
     """The processes of all ranks. Leaving the context ends every process, in any state.
 
     Every wait has a deadline. If a rank dies, hangs or fails, the demo ends with an error that
@@ -279,7 +279,7 @@ class Crew:
                         self._progress(name, done, total)
         return [answers[member] for member in members]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
