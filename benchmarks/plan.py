@@ -20,11 +20,12 @@ import numpy as np
 from benchmarks import make_command, vllm_installed
 from kvferry.bench import plan
 from kvferry.bench.plan import BenchResult, Case, CaseResult, Setup, prepare, timed
-from kvferry.cli.bench import number, plan_page, show
+from kvferry.cli.bench import plan_page, show
 from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr, say
 from kvferry.cli.page import Page, TableSheet
 from kvferry.layout.model import CacheModel
 from kvferry.plan import Copies
+from kvferry.units import show_number
 
 REPEATS = 2  # of vLLM's planner; each takes seconds
 NOT_COMPARED = {
@@ -98,7 +99,7 @@ def page(result: BenchResult) -> Page:
 
 
 def _told(value: float | None, unit: str = "") -> str:
-    return "" if value is None else number(value) + unit
+    return "" if value is None else show_number(value) + unit
 
 
 def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:

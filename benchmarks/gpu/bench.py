@@ -33,10 +33,9 @@ from kvferry.carriers import Carrier, MemoryRegion, make_carrier
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, driver
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.stream import StreamBuffers
-from kvferry.cli.bench import number
 from kvferry.copies import Copies, StridedCopies
 from kvferry.handover.checksum import MIX128, XXH3, Algorithm, digest
-from kvferry.units import show_bytes
+from kvferry.units import show_bytes, show_number
 
 SIZES = (256, 1 << 10, 2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20)
 NIXL_SIZES = (4 << 10, 16 << 10, 64 << 10)
@@ -174,7 +173,7 @@ def by_size(bench: Bench, report: Report) -> None:
 
 def of(rate: float, limit: float, unit: float = 1.0) -> str:
     """A rate in that unit, and its share of a limit."""
-    return f"{number(rate / unit)} ({rate / limit:.0%})"
+    return f"{show_number(rate / unit)} ({rate / limit:.0%})"
 
 
 def yes(right: bool) -> str:

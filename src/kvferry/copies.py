@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of bytes between two address spaces: what a plan makes and what a carrier moves.
+"""Copies of bytes between two address spaces. Plans make them, carriers move them.
 
 `Copies` are three arrays, one entry for each copy. `StridedCopies` say the same with far fewer
 numbers: every address is a sum of a row, a segment and a step. A plan's batches are strided; a
@@ -20,8 +20,8 @@ from kvferry.layout.shape import Span
 
 Ints = NDArray[np.int64]
 
-# Copies are checked and cut in windows of at most so many descriptors: well under a millisecond
-# each. So no NumPy call holds the interpreter's lock for long, however many copies a batch has.
+# Carriers check and cut copies in windows of at most this many descriptors. A window takes well
+# under a millisecond, so no NumPy call holds the interpreter's lock for long.
 WINDOW = 1 << 15
 
 _INT64 = np.dtype(np.int64)
@@ -38,8 +38,8 @@ class Copies:
 
     @classmethod
     def of(cls, copies: Any) -> Copies:
-        """The same, once they are known to be three arrays of integers of one length."""
-        if type(copies) is cls:  # usually they are, and a transfer of one copy takes 40 us
+        """The same copies, checked: three arrays of integers of one length."""
+        if type(copies) is cls:  # the usual case is fast: a transfer of one copy takes 40 us
             src, dst, length = copies.src, copies.dst, copies.length
             if (
                 src.dtype is dst.dtype is length.dtype is _INT64
@@ -63,7 +63,7 @@ class Copies:
 
     @classmethod
     def empty(cls, capacity: int) -> Copies:
-        """A buffer that may be filled again and again."""
+        """A buffer that can be filled repeatedly."""
         src, dst, length = np.empty((3, capacity), dtype=np.int64)
         return cls(src, dst, length)
 
@@ -81,10 +81,10 @@ class Copies:
             yield self[start : start + WINDOW]
 
     def joined(self) -> Copies:
-        """Copies that follow each other on both sides as one; none may be empty."""
+        """The same, with copies merged that follow each other on both sides. None may be empty."""
         follows = self.src[1:] - self.src[:-1] == self.length[:-1]
         if not follows.any():
-            return self  # as most often
+            return self  # the usual case
         apart = ~(follows & (self.dst[1:] - self.dst[:-1] == self.length[:-1]))
         if apart.all():
             return self
@@ -151,7 +151,7 @@ class StridedCopies:
         )
 
     def singly(self, most: int) -> Iterator[Copies]:
-        """Every copy by itself, a row at a time and at most so many together."""
+        """All single copies, in order: at most `most` of one row at a time."""
         src = (self.src_segments[:, None] + self.src_steps[None, :]).reshape(-1)
         dst = (self.dst_segments[:, None] + self.dst_steps[None, :]).reshape(-1)
         row = Copies(src, dst, np.repeat(self.lengths, len(self.src_steps)))
@@ -175,12 +175,12 @@ class StridedCopies:
 
 
 def table_bytes(address: Ints, length: Ints) -> bytes:
-    """Ranges as peers are told of them: rows of address and length, little-endian."""
+    """Ranges in the form that peers exchange: rows of address and length, little-endian."""
     return np.stack((address, length), axis=1).astype("<i8", copy=False).tobytes()
 
 
 def table_of(raw: bytes | bytearray) -> tuple[Ints, Ints]:
-    """The addresses and lengths of such a table."""
+    """Addresses and lengths of a table from `table_bytes`."""
     rows = np.frombuffer(raw, dtype="<i8").reshape(-1, 2).astype(np.int64, copy=False)
     return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What something costs by its size, as a line through what was seen: `fixed + slope * size`.
+"""A cost by size, learned as a line through observations: `fixed + slope * size`.
 
-The pool learns loads and steps with it, the router prefills, hand-overs and decode steps.
+The pool learns the costs of loads and steps, the router those of prefills, hand-overs and decode
+steps.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ENOUGH = 5  # observations before an estimate counts; two odd ones of five do not decide
-MOST = 32  # observations that an estimate is made of; a fit of them takes less than 0.1 ms
-FEW = MOST  # new observations that may wait for `refit_seconds`
-SPREAD = 1.5  # second largest size by second smallest; below, they do not tell the fixed part
+ENOUGH = 5  # observations before an estimate counts; two outliers among five do not decide
+MOST = 32  # latest observations that a fit uses; it takes less than 0.1 ms
+FEW = MOST  # new observations that cause a fit before `refit_seconds` are over
+SPREAD = 1.5  # second largest size over second smallest; below, the fixed part is unknown
 
-_MOST_BESIDE = 4  # slopes that are asked for in turn
+_MOST_BESIDE = 4  # results of `fit_beside` that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,13 @@ class CostLine:
     """Seconds by size, as a line through the latest observations.
 
     Its slope is the median of the slopes between all pairs, each with the weight of its distance
-    (Theil and Sen). So single odd observations do not move it: a kernel that is compiled, a cold
-    disk, a machine that stands still. Least squares would follow them.
+    (Theil and Sen). So single outliers do not move it: a kernel that is compiled, a cold disk, a
+    machine that stands still. Least squares would follow them.
 
-    forget_seconds  older observations go, except for the latest few
-    refit_seconds   new observations count only when the last fit is that old, or when they are all
-                    that is left, so that a busy caller does not make a fit for each of them. Its
-                    age counts up to the time that `fit` is given, or else the last observation's
+    forget_seconds  older observations are dropped, but at least `ENOUGH` are kept
+    refit_seconds   least time between two fits, unless `FEW` observations came since the last one.
+                    So a busy caller does not fit every observation. The time is the latest
+                    observation's, or the one given to `fit` if that is later
     """
 
     def __init__(self, forget_seconds: float = math.inf, refit_seconds: float = 0.0) -> None:
@@ -47,7 +48,7 @@ class CostLine:
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=MOST)  # size, seconds, when
         self._fit: Fit | None = None
         self._fitted_at = -math.inf
-        self._beside: dict[float, Fit] = {}  # of `fit_beside`, by the slope; the last few
+        self._beside: dict[float, Fit] = {}  # results of `fit_beside`, by slope
         self._new = 0  # observations since the last fit
 
     @property
@@ -55,7 +56,7 @@ class CostLine:
         return self._seen[-1][2] if self._seen else -math.inf
 
     def add(self, size: float, seconds: float, now: float) -> None:
-        """Impossible observations are left out, whatever a clock or a rank said."""
+        """Add an observation. Impossible values are ignored: a clock or a rank may be wrong."""
         if not (0 < size < math.inf and 0 < seconds < math.inf):
             return
         self._seen.append((size, seconds, now))
@@ -75,8 +76,8 @@ class CostLine:
         return self._fit
 
     def fit_beside(self, slope: float, most_fixed: float) -> Fit | None:
-        """The same, for a cost whose slope is roughly known. Where sizes do not tell the two parts
-        apart, what that slope does not explain is fixed, up to `most_fixed` seconds."""
+        """Like `fit`, for a cost whose slope is roughly known. If the sizes do not tell the two
+        parts apart, the time beyond that slope is fixed, up to `most_fixed` seconds."""
         fit = self.fit()
         if fit is None or not fit.guessed or fit.slope <= slope:
             return fit
@@ -94,7 +95,7 @@ class CostLine:
 def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
     through_zero = Fit(0.0, _median(seconds / sizes), guessed=True)
     ordered = np.sort(sizes)
-    if ordered[-2] < SPREAD * ordered[1]:  # so that a single odd observation decides nothing
+    if ordered[-2] < SPREAD * ordered[1]:  # a single outlier decides nothing
         return through_zero
     one, other = np.triu_indices(len(sizes), 1)
     distance = sizes[other] - sizes[one]
@@ -103,11 +104,11 @@ def _fit(sizes: np.ndarray, seconds: np.ndarray) -> Fit:
     order = np.argsort(slopes)
     weight = np.cumsum(np.abs(distance[apart])[order])
     slope = float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])
-    if slope <= 0:  # noise is larger than what size adds
+    if slope <= 0:  # the noise is larger than the effect of size
         return through_zero
     return Fit(max(0.0, _median(seconds - slope * sizes)), slope)
 
 
 def _median(values: np.ndarray) -> float:
-    # Not NumPy's, which takes ten times as long, and imports a module for 13 ms at its first call.
+    # NumPy's median takes ten times as long, and its first call imports a module for 13 ms.
     return float(statistics.median(values.tolist()))

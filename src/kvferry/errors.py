@@ -3,7 +3,7 @@
 
     KvferryError
     ├── DescriptionError      a model, shape, interior or tensor cannot be described
-    │   └── SettingsError     all that is wrong with a configuration's keys
+    │   └── SettingsError     keys of a configuration are wrong
     ├── IncompatibleError     the two sides do not hold the same logical cache
     ├── CoverError            no choice of sources covers what the destination needs
     ├── TopologyError         a registration or a question about a remote engine is wrong
@@ -21,7 +21,7 @@
     │   ├── ChecksumError     the bytes that arrived differ from the source's
     │   └── ProtocolError     a message that this version does not understand
     ├── StoreError            a pool's store cannot be reached or used
-    └── NotPrivate            other users could read or change a file or directory of kvferry's
+    └── NotPrivate            other users could read or change kvferry's file or directory
 
 A message says what was expected, what each side has, and what to do about it.
 """
@@ -128,7 +128,7 @@ class NotPrivate(KvferryError):
 
 
 def text_of(error: BaseException) -> str:
-    """An error for a reader. Our messages say it all; the text of others may need their class."""
+    """An error's text for a person. Errors that are not kvferry's come with their class."""
     if isinstance(error, KvferryError):
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -136,7 +136,7 @@ def text_of(error: BaseException) -> str:
 
 def install_command(*extras: str) -> str:
     """The command that installs extras of kvferry beside this Python, ready for a shell."""
-    import importlib.metadata  # not needed where nothing is missing
+    import importlib.metadata  # slow to import, and rarely needed
 
     try:
         importlib.metadata.distribution("kvferry")

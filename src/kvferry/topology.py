@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank knows of remote engines, and which of their ranks it must speak to.
+"""The remote engines that one rank has met, and which of their ranks it must speak to.
 
 A consumer rank registers a remote engine at the handshake, one record for each pipeline stage. The
 handshake then asks which ranks to meet (`partners`), and which of them to read from
@@ -9,8 +9,8 @@ The registry's key is `(engine_id, pp_rank)`. Within one incarnation of a remote
 never changes: a different one is refused. A record of a new incarnation replaces all stages.
 
 The planner answers every question about ranks, so the answers hold for every pair of shapes that it
-takes: sizes that do not divide, replicated heads, pipeline stages on either side, dcp. Where vLLM's
-connectors ask the same question, the name is theirs, and so is the answer where they have one.
+takes: sizes that do not divide, replicated heads, pipeline stages on either side, dcp. Questions
+that vLLM's connectors ask too have the same names here, and the same answers where vLLM has one.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class TransferTopology:
     def partners(self, remote_engine_id: str, remote_pp_rank: int = 0) -> Mapping[Rank, int]:
         """Remote ranks that this rank meets, each with how many of our ranks meet it.
 
-        They are the ranks that it reads from, and its share of the ranks that nobody reads from,
-        because others hold the same bytes. So every rank of the remote engine is met.
+        They are the ranks that it reads from, and its share of the ranks that none of ours reads
+        from, because other ranks hold the same bytes. So every remote rank is met.
         """
         return _partners(self.pair_with(remote_engine_id, remote_pp_rank), self.rank)
 
@@ -269,7 +269,7 @@ def _partners(pair: PairPlan, rank: Rank) -> dict[Rank, int]:
 def _whole(what: str, larger: int, smaller: int) -> int:
     if larger % smaller:
         raise TopologyError(
-            f"{what} {smaller} must divide {larger} for a whole ratio; such a pair is planned all "
-            "the same, so ask for ranks instead"
+            f"{what} {smaller} must divide {larger} for a whole ratio; kvferry plans such a "
+            "pair all the same, so ask for ranks instead"
         )
     return larger // smaller

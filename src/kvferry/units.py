@@ -61,5 +61,10 @@ def show_bytes(count: float) -> str:
 def show_seconds(seconds: float) -> str:
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+            return f"{show_number(seconds * factor)} {unit}"
+    return f"{show_number(seconds * 1e9)} ns"
+
+
+def show_number(value: float) -> str:
+    """Three digits, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor: bounded daemon threads, shares of them by lane, and deadlines for those that wait.
+"""The executor: a bounded number of daemon threads, shared out by lane, and calls with deadlines.
 
 `Threads` either accepts work, and then does it exactly once, or refuses it, and then never does it.
 
@@ -8,12 +8,12 @@
 
 Threads start when they are needed, and stay. Where the system cannot start one more, the threads
 that run do the work in turn. Work is refused only when there is no thread at all. All threads are
-daemons: a process that ends does not wait for a transfer that cannot be ended. A forked child
+daemons: a process that ends does not wait for a transfer that cannot be stopped. A forked child
 begins without threads and without its parent's work.
 
 Work may name a lane, which is the peer that it may have to wait for. A lane gets another thread
 while it has fewer than are free. So one peer has half of the threads at most, two peers have a
-third each, and a newcomer finds one free. Work beyond that waits in its lane, and lanes take turns.
+third each, and a new peer finds one free. Work beyond that waits in its lane, and lanes take turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Call(Future[T]):
             return
         try:
             result = function()
-        except BaseException as error:  # the thread that waits gets it
+        except BaseException as error:  # for the thread that waits
             self.set_exception(error)
         else:
             self.set_result(result)
@@ -73,7 +73,7 @@ class Threads:
         _every.add(self)
 
     def submit(self, work: Work, lane: str = "") -> None:
-        """Have this done soon; `Cancelled` or `HandoverError` where it never will be."""
+        """Accept this work, or raise `Cancelled` or `HandoverError`."""
         with self._lock:
             if self._closed:
                 raise Cancelled("kvferry is shutting down")
@@ -83,7 +83,7 @@ class Threads:
                 self._enqueue(lane, work)
 
     def call(self, function: Callable[[], T], lane: str = "") -> Call[T]:
-        """The same for a function whose result is wanted."""
+        """Accept a function whose result the caller wants."""
         call = Call(function)
         self.submit(call, lane)
         return call
@@ -101,12 +101,12 @@ class Threads:
 
     @property
     def stuck(self) -> int:
-        """Calls that were given up and have not come back yet."""
+        """Calls that were given up and have not returned yet."""
         return len(self._stuck)
 
     def give_up(self, call: Call[Any]) -> bool:
-        """A running call does not come back for now: let another thread take its thread's place,
-        which ends when the call comes back after all. False where that cannot be done."""
+        """Let another thread take the place of one whose call hangs. The hanging thread ends when
+        its call returns. Returns False if this is not possible."""
         with self._lock:
             if not call.running() or call in self._stuck or len(self._stuck) >= self._most_stuck:
                 return False
@@ -123,7 +123,7 @@ class Threads:
             return True
 
     def close(self) -> None:
-        """Accept no more. Accepted work is still done, though its caller has given it up by now."""
+        """Accept no more work. The work accepted so far is still done."""
         with self._lock:
             if self._closed:
                 return
@@ -136,14 +136,14 @@ class Threads:
                 self._queue.put(None)
 
     def join(self, seconds: float) -> None:
-        """After `close`: wait for all threads to end, but no longer than this."""
+        """After `close`: wait for all threads to end, at most this long."""
         until = time.monotonic() + seconds
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _begin(self) -> None:
-        """At first, and again in a forked child, which has none of its parent's threads."""
+        """Set the state of an executor without threads, also in a forked child."""
         self._queue: SimpleQueue[tuple[str, Work] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -151,7 +151,7 @@ class Threads:
         self._tasks = 0  # queued or running, without those that are stuck
         self._lanes: dict[str, deque[Work]] = {}  # work that is not queued yet, in the lanes' turn
         self._taken: Counter[str] = Counter()  # tasks, by lane
-        self._short = False  # whether the last start failed
+        self._short = False  # whether the last start of a thread failed
 
     @property
     def _count(self) -> int:
@@ -210,7 +210,7 @@ class Threads:
                     self._leave(lane)
                 if self._lanes:
                     self._take_turns()
-            del item, work  # what it holds is not kept until the next one comes
+            del item, work  # frees what the work holds
 
     def _leave(self, lane: str) -> None:
         """With the lock held."""
@@ -234,8 +234,8 @@ _every: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 
 def start_compiler(compile_all: Work, name: str) -> None:
-    """Run a compiler on a daemon thread. A process that ends waits for it, up to a time: Triton's
-    aborts the process when its thread is ended in the middle."""
+    """Run a compiler on a daemon thread. At exit the process waits for it, up to a time, because
+    Triton's compiler aborts the process if its thread ends in the middle."""
     thread = threading.Thread(target=compile_all, name=name, daemon=True)
     thread.start()
     atexit.register(thread.join, COMPILER_SECONDS)
@@ -253,7 +253,7 @@ MAX_ABANDONED = 16
 
 
 class LateCalls:
-    """Calls of one client that takes no deadline, each with one. No call waits for another.
+    """Calls with deadlines, of a client that has none. No call waits for another.
 
     The caller leaves at its deadline with `StoreError`, and the call goes on, so no call may use
     memory of its caller. While `most_hanging` calls hang, all others fail at once.
@@ -273,7 +273,7 @@ class LateCalls:
             raise StoreError(f"{self._client}'s {what} failed: {error}") from None
         try:
             failure = call.exception(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:  # what the call itself raises is returned, not raised
+        except TimeoutError:  # not the call's own error, which is returned
             call.cancel()
             self._threads.give_up(call)
             raise StoreError(f"{self._client}'s {what} did not end by its deadline") from None
@@ -285,9 +285,9 @@ class LateCalls:
 
     @property
     def hanging(self) -> int:
-        """Calls that were given up and have not come back yet."""
+        """Calls that were given up and have not returned yet."""
         return self._threads.stuck
 
     def close(self) -> None:
-        """Let idle threads end, and others when their calls do."""
+        """End idle threads now, and the others when their calls return."""
         self._threads.close()

@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from benchmarks.transport import PairedRow, judge, page
 from kvferry.bench import transport
-from kvferry.bench.transport import LOOPBACK, CarrierResult, TransportResult, plain_socket, run
+from kvferry.bench.transport import (
+    LOOPBACK,
+    CarrierResult,
+    TransportResult,
+    open_carrier,
+    plain_socket,
+    run,
+)
+from kvferry.carriers.base import Bytes, Carrier
 from kvferry.carriers.local import LocalCarrier
 from kvferry.cli.bench import transport_page
 from kvferry.cli.main import app
@@ -64,6 +72,21 @@ def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(said) == 1 and said[0].endswith("the system forbids it")
 
 
+def test_a_carrier_that_does_not_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(mover: str, memory: Bytes) -> Carrier:
+        if mover == "local":
+            raise TransferError("it does not start here")
+        return open_carrier(mover, memory)
+
+    without_libraries(monkeypatch)
+    monkeypatch.setattr(transport, "open_carrier", start)
+    result = run(sizes=(1 << 20,), seconds=0.0)
+    assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
+    assert result.missing["local"] == "it does not start here"
+    with pytest.raises(TransferError, match="local cannot be measured: it does not start"):
+        run(sizes=(1 << 20,), seconds=0.0, carriers=("local",))
+
+
 def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nixl", "mooncake", "mooncake.engine"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
@@ -85,7 +108,6 @@ def hang_up(_question: dict[str, Any]) -> Generator[int]:
 
 
 def test_a_process_that_ends_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setattr(transport, "send", hang_up)
     with (
         plain_socket(np.zeros(8, dtype=np.uint8)) as receive,

@@ -25,7 +25,7 @@ from kvferry.demo import rank as rank_module
 from kvferry.demo import run as run_module
 from kvferry.demo.cache import make_views
 from kvferry.demo.rank import DecodeRank, PrefillRank, RankMoved, open_carriers
-from kvferry.demo.run import Crew, Prefill, run_demo
+from kvferry.demo.run import Prefill, Ranks, run_demo
 from kvferry.demo.work import DEMO_FROM, DEMO_TO, DemoWork, find_model, make_work
 from kvferry.errors import BindError, DescriptionError, TransferError
 from kvferry.layout.model import CacheModel, Residency
@@ -155,14 +155,14 @@ def test_cuda_without_a_driver_says_so() -> None:
 
 
 def test_ranks_that_ended_before_they_were_asked_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = Crew.ask
+    ask = Ranks.ask
 
-    def late(crew: Crew, *question: Any) -> Any:
-        for member in crew.everyone:
+    def late(ranks: Ranks, *question: Any) -> Any:
+        for member in ranks.everyone:
             member.process.join(30)
-        return ask(crew, *question)
+        return ask(ranks, *question)
 
-    monkeypatch.setattr(Crew, "ask", late)
+    monkeypatch.setattr(Ranks, "ask", late)
     with pytest.raises(TransferError, match="no NVIDIA driver"):
         run_demo(*TWO_RANKS, transport="cuda", **SMALL)
 

@@ -123,3 +123,4 @@ def test_units() -> None:
     assert parse_link("400Gbit") == parse_link("50GB/s") == 50e9
     assert show_bytes(1536) == "1.5 KiB" and show_bytes(3) == "3 B"
     assert show_seconds(0.0268) == "26.8 ms"
+    assert show_seconds(0.9996) == "1,000 ms" and show_seconds(3600) == "3,600 s"

@@ -61,7 +61,7 @@ class CaseResult:
     strided_entries: int
     ns_per_descriptor: float
     peak_bytes_per_descriptor: float
-    # Beside others. Ratios are vLLM's time over ours.
+    # Only from benchmarks/plan.py. Ratios are vLLM's time over ours.
     note: str = ""
     vllm_ms: float | None = None
     ratio: float | None = None

@@ -40,7 +40,7 @@ from kvferry.carriers.base import Bytes, Carrier, MemoryRegion
 from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.shared import batches
 from kvferry.copies import Copies, Ints
-from kvferry.errors import TransferError
+from kvferry.errors import KvferryError, TransferError
 
 # In the order of their turns: a carrier next to its library.
 MOVERS = ("local", "tcp", "mooncake", "raw-mooncake", "nixl", "raw-nixl")
@@ -51,7 +51,7 @@ LEAST_ROUNDS = 8  # on a busy machine, the best of four varies by a quarter
 TAKE_BELOW_BYTES = 16 << 10  # below, a memmove per descriptor would measure Python
 BUFFER_BYTES = 256 << 20  # per side, more than the processor's caches
 MAX_DESCRIPTORS = 1 << 17
-# In one batch, by library: what the slower movers move in about a tenth of a second.
+# In one batch, by library: the slower movers take about a tenth of a second for it.
 MOST_DESCRIPTORS = {"mooncake": 1 << 11, "nixl": 1 << 15}
 BASELINES = {"local": "memcpy", "tcp": "socket", "mooncake": "raw-mooncake", "nixl": "raw-nixl"}
 # Measured alone, because the progress threads of plain NIXL agents spin on both sides all the time.
@@ -150,19 +150,27 @@ class Bench:
         self.best: dict[tuple[str, str, int], float] = defaultdict(float)
 
     def measure(self, names: Sequence[str], *, named: bool) -> dict[str, str]:
-        """Measure all sizes. Returns the movers that were left out, because they go to their peer
-        by another one, with the reason. None may be left out if the user named the movers."""
-        left_out = {}
+        """Measure all sizes. Returns the movers that cannot be measured, with the reason. This is
+        an error if the user named the movers."""
+        left_out: dict[str, str] = {}
+        movers: dict[str, Mover] = {}
         with ExitStack() as stack:
             receive = stack.enter_context(plain_socket(self.landing))
-            movers = {n: stack.enter_context(self.open(n)) for n in names if n not in ALONE}
-            for name, mover in list(movers.items()):
-                if detour := mover.carrier.detour_to(mover.peer):
-                    why = f"it goes by tcp here, which is measured as tcp: {detour}"
-                    if named:
-                        raise TransferError(f"{name} cannot be measured: {why}")
-                    left_out[name] = why
-                    del movers[name]
+            for name in names:
+                with ExitStack() as opened:
+                    try:
+                        mover = opened.enter_context(self.open(name))
+                        if detour := mover.carrier.detour_to(mover.peer):
+                            why = "it goes by tcp here, which is measured as tcp"
+                            raise TransferError(f"{why}: {detour}")
+                    except KvferryError as error:
+                        if named:
+                            raise TransferError(f"{name} cannot be measured: {error}") from None
+                        left_out[name] = str(error)
+                        continue
+                    if name not in ALONE:
+                        movers[name] = mover
+                        stack.push(opened.pop_all())
             for size in self.sizes:
                 copies = self.copies("copy", size, MAX_DESCRIPTORS, self.source.ctypes.data)
                 long_copy = partial(np.copyto, self.landing, self.source)
@@ -173,7 +181,7 @@ class Bench:
                     ("socket", "copy"): (receive, BUFFER_BYTES),
                 }
                 rounds = self._rounds(size, tasks, LEAST_ROUNDS, self.seconds)
-                for name in set(ALONE) & set(names):
+                for name in (set(ALONE) & set(names)) - set(left_out):
                     with self.open(name) as mover:
                         self._rounds(size, self._tasks({name: mover}, size), rounds)
         return left_out
@@ -214,18 +222,18 @@ class Bench:
         return tasks
 
     def copies(self, op: str, size: int, most: int, other: int) -> Copies:
-        """At most so many copies, between random slots here and at the address of the other
-        buffer."""
+        """At most `most` copies between random slots of this buffer and of the one at `other`."""
         here = self.landing.ctypes.data
         src, dst = (here, other) if op == "write" else (other, here)
         slots = BUFFER_BYTES // size
+        count = min(most, slots)
         rng = np.random.default_rng(size)
-        from_slots, to_slots = (rng.permutation(slots)[:most].astype(np.int64) for _ in range(2))
-        length = np.full(len(from_slots), size, dtype=np.int64)
+        from_slots, to_slots = (rng.choice(slots, count, replace=False) for _ in range(2))
+        length = np.full(count, size, dtype=np.int64)
         return Copies(src + from_slots * size, dst + to_slots * size, length)
 
     def _rounds(self, size: int, tasks: Tasks, least: int, seconds: float = 0.0) -> int:
-        """Run rounds in which all tasks take turns, at least so many. Returns their number."""
+        """Run at least this many rounds in which all tasks take turns. Returns their number."""
         for task, _ in tasks.values():
             task()  # pages, connections, threads
         until, rounds = time.monotonic() + seconds, 0
@@ -282,7 +290,7 @@ class Mover:
 
 
 class PlainNixl(nixl.NixlCarrier):
-    """With the agent of NIXL's own examples, whose progress thread spins."""
+    """A carrier with the agent of NIXL's own examples, whose progress thread spins."""
 
     def _start(self) -> None:
         config = self._api.nixl_agent_config(backends=["UCX"])

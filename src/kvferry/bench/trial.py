@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a carrier: one process owns memory, another one connects to it, reads and compares.
+"""Try a carrier: one process owns memory, another one connects to it, reads and compares.
 
 A carrier's library may print, hang, or end its process. So each side of a try is a child process
-(`child`). The question goes to a child's standard input as JSON, because it may hold a secret. The
-answer comes back as one line on a pipe of its own. If a child does not answer, the report says how
-it ended, with the last line that it printed.
+(`child`). The question goes to the child's standard input as JSON, because it may hold a secret.
+The answer comes back as one line on a separate pipe. If a child does not answer, the report says
+how it ended, with the last line that it printed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _connect(carrier: Any, endpoint: bytes, until: float, address: int | None) -
         took = (time.monotonic() - begin) * 1e3
         if address is not None:
             _compare(carrier, peer, address, deadline)
-    except Exception as error:  # also one of its library
+    except Exception as error:  # the library's errors too
         return Tried(carrier.name, text_of(error))
     with contextlib.suppress(Exception):
         carrier.disconnect(peer)
@@ -164,16 +164,16 @@ def child(program: Program, question: dict[str, Any], seconds: float) -> Iterato
     """The value that `program(question)` yields in a child process, which lives as long as the
     block. If the child has no answer after `seconds`, its own alarm ends it."""
     name = program.__name__
-    # What a library prints goes to standard error; only the answer goes to the pipe.
+    # Output of libraries goes to standard error; only the answer goes to the pipe.
     code = (
-        f"import os, signal; signal.alarm({seconds:.0f}); pipe = os.dup(1); os.dup2(2, 1); "
+        f"import sys; sys.path[:] = {sys.path!r}; import os, signal; "
+        f"signal.alarm({seconds:.0f}); pipe = os.dup(1); os.dup2(2, 1); "
         f"from {program.__module__} import {name}; from {__name__} import run; run({name}, pipe)"
     )
+    command = [sys.executable, "-P", "-c", code]  # -P: no modules from the working directory
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
-        Popen(
-            [sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, stderr=stderr, errors="replace"
-        ) as process,
+        Popen(command, stdin=PIPE, stdout=PIPE, stderr=stderr, errors="replace") as process,
     ):
         try:
             assert process.stdin and process.stdout
@@ -195,7 +195,7 @@ def run(program: Program, pipe: int) -> None:
     try:
         running = program(json.loads(sys.stdin.readline()))
         reply = {"answer": next(running)}
-    except Exception as error:  # also one of a library
+    except Exception as error:  # a library's errors too
         reply = {"error": text_of(error)}
     os.write(pipe, json.dumps(reply).encode() + b"\n")
     signal.alarm(0)

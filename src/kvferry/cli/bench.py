@@ -20,7 +20,7 @@ from kvferry.cli.console import (
     say,
 )
 from kvferry.cli.page import Curve, Page, TableSheet, plot
-from kvferry.units import parse_size, show_bytes
+from kvferry.units import parse_size, show_bytes, show_number
 
 if TYPE_CHECKING:
     from kvferry.bench.plan import BenchResult
@@ -91,11 +91,11 @@ def plan_page(result: BenchResult) -> Page:
     rows = [
         [
             case.name,
-            number(case.kvferry_ms),
-            number(case.strided_ms),
+            show_number(case.kvferry_ms),
+            show_number(case.strided_ms),
             f"{case.descriptors:,}",
             f"{case.strided_entries:,}",
-            number(case.ns_per_descriptor),
+            show_number(case.ns_per_descriptor),
         ]
         for case in result.cases
     ]
@@ -120,10 +120,6 @@ def plan_page(result: BenchResult) -> Page:
         ],
         [("Cost by number of blocks", cost)],
     )
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def transport_page(result: TransportResult) -> Page:

@@ -68,7 +68,7 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def libraries_to_stderr() -> Iterator[None]:
-    """Send what libraries print to standard error, so that standard output has only results."""
+    """Send libraries' output to standard error, so that standard output has only results."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

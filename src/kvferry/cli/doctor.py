@@ -107,7 +107,7 @@ class Finding:
 def read_settings(
     carriers: str, options: str, host: str | None, secret_file: Path | None
 ) -> FerryConfig:
-    """The command line as engines read their keys. Raises what an engine would refuse."""
+    """The command line as an engine's configuration. Refuses whatever an engine would refuse."""
     try:
         found = json.loads(options or "{}")
     except ValueError as error:
@@ -136,7 +136,7 @@ def opening(settings: FerryConfig, carrier: str) -> dict[str, Any]:
 
 
 def opens(settings: FerryConfig, gpu: bool) -> dict[str, str]:
-    """The configured carriers, in their order: why each stays closed, or an empty text."""
+    """The configured carriers, in their order: the reason why each stays closed, or ''."""
     names = ["cuda" if gpu and name == "local" else name for name in settings.carriers]
     configured = list(settings.carrier_options)
     chosen = select(list(dict.fromkeys(names)), device=gpu, configured=configured)
@@ -222,7 +222,7 @@ def has_gpu() -> bool:
 
 
 def between_gpus(found: Mapping[tuple[int, int], str]) -> Finding:
-    """Which GPUs of this host read each other's memory, and over what."""
+    """Which GPUs of this host read each other's memory, and over which link."""
     links: dict[str, list[str]] = {}
     for (here, there), link in found.items():
         links.setdefault(link, []).append(f"{here}-{there}")
@@ -309,7 +309,7 @@ def try_host(settings: FerryConfig) -> dict[str, Tried]:
 
 
 def missing(name: str) -> str:
-    """Why this host cannot open that carrier at all; empty if it can."""
+    """The reason why this host cannot open that carrier, or an empty string."""
     if name not in CARRIERS:
         return "this kvferry has no such carrier"
     if name in PACKAGES and version_of(name) is None:

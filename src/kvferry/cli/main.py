@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `kvferry plan | check | demo | verify | bench | models | doctor …`.
 
-The short commands are here. Commands that load much import it when they run.
+The short commands are here. Commands import large modules only when they run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show all that an engine would refuse, before it starts; exit with status 1 if anything."""
+    """Show all that an engine would refuse in a configuration. Status 1: something."""
     from kvferry.vllm import check as engine
 
     found: list[str] = []

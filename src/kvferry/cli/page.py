@@ -17,7 +17,7 @@ from kvferry.cli.console import table
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
-TICKS = 5  # about so many on an axis that is not logarithmic
+TICKS = 5  # about this many on an axis that is not logarithmic
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TableSheet:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Plots are only on the HTML page. All the rest is on the terminal too."""
+    """Plots are only on the HTML page. The rest is on the terminal too."""
 
     command: str
     title: str
@@ -50,9 +50,13 @@ class Page:
     plots: Sequence[tuple[str, str]]  # a heading, and an SVG
 
     def print(self) -> None:
-        print_sheets(self.sheets)
+        console = Console()
+        for sheet in self.sheets:
+            console.print(f"[bold]{sheet.title}[/]", highlight=False)
+            console.print(table(sheet.head, sheet.rows))
+            console.print()
         for note in self.notes:
-            Console().print(note, highlight=False, markup=False, soft_wrap=True)
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     def html(self) -> str:
         plots = "".join(f"<h2>{escape(heading)}</h2>\n{svg}\n" for heading, svg in self.plots)
@@ -73,14 +77,6 @@ class Page:
 {plots}{"".join(sheet.html() for sheet in self.sheets)}<ul>{notes}</ul>
 </body></html>
 """
-
-
-def print_sheets(sheets: Sequence[TableSheet]) -> None:
-    console = Console()
-    for sheet in sheets:
-        console.print(f"[bold]{sheet.title}[/]", highlight=False)
-        console.print(table(sheet.head, sheet.rows))
-        console.print()
 
 
 @dataclass(frozen=True, slots=True)

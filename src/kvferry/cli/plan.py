@@ -136,7 +136,7 @@ def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
         f"moved         {show_bytes(report.total_bytes)} on {len(report.edges)} edges "
         f"(the destination needs {show_bytes(report.lower_bound_bytes)})",
         f"busiest rank  {show_bytes(report.busiest_source_bytes)} sent, "
-        f"{report.imbalance:.2f} x the least possible; "
+        f"{report.imbalance:.2f} x an even share; "
         f"{show_bytes(report.busiest_destination_bytes)} received",
         f"descriptors   {sum(e.descriptors for e in report.edges):,} "
         f"({sum(e.runs for e in report.edges):,} strided runs)",

@@ -23,7 +23,7 @@ Router = Annotated[str, typer.Option("--router", help="Address of the router.")]
 Token = Annotated[
     Path | None, typer.Option("--token-file", help="The router's token; else KVFERRY_ROUTER_TOKEN.")
 ]
-Ca = Annotated[Path | None, typer.Option("--ca", help="Who signed the router's certificate.")]
+Ca = Annotated[Path | None, typer.Option("--ca", help="Certificate authority of the router.")]
 Urls = Annotated[list[str], typer.Argument(metavar="URL", help="Addresses of engines.")]
 HERE = "http://127.0.0.1:8000"
 _ANSWER_SECONDS = 10.0
@@ -69,7 +69,7 @@ def router(
         Path | None, typer.Option(help="Key that engines get in place of the clients'.")
     ] = None,
     engine_ca: Annotated[
-        Path | None, typer.Option(help="Who signs the certificates of engines with https.")
+        Path | None, typer.Option(help="Certificate authority of engines with https.")
     ] = None,
     place: Annotated[
         str, typer.Option(help="cost: where the first token comes soonest; load: fewest requests.")
@@ -103,7 +103,7 @@ def router(
             api_keys,
             engine_key_file,
             engine_ca,
-            cast(Any, place),  # it refuses other words
+            cast(Any, place),  # RouterConfig refuses other words
             tokenizer,
         )
         serve(config, Listen(host, port, tls_cert, tls_key, take_over))
@@ -129,7 +129,7 @@ def add(
     urls: Urls,
     role: Annotated[
         list[str] | None,
-        typer.Option(help="prefill or decode; twice for both. One that is known keeps its roles."),
+        typer.Option(help="prefill or decode; twice for both. A known engine keeps its roles."),
     ] = None,
     events: Annotated[
         str | None, typer.Option(help="Its KV events, tcp://host:port; host *: its own.")
@@ -142,7 +142,7 @@ def add(
     token_file: Token = None,
     ca: Ca = None,
 ) -> None:
-    """Add engines, or take back engines that drain, as they were but for what is said here."""
+    """Add engines, or take back draining ones. These keep all settings that are not given here."""
     said = {"roles": role or None, "events": events, "replay": replay, "weight": weight}
     more = {name: value for name, value in said.items() if value is not None}
     _each(urls, lambda url: _ask(at, token_file, ca, "POST", body={"url": url, **more}))
@@ -171,13 +171,13 @@ def drain(
         typer.Option("--stay", help="Keep it afterwards, without requests; add takes it back."),
     ] = False,
     wait: Annotated[
-        float, typer.Option(help="Seconds to wait until nothing runs there. Status 1: it does.")
+        float, typer.Option(help="Seconds to wait for its requests. Status 1: some still run.")
     ] = 0.0,
     at: Router = HERE,
     token_file: Token = None,
     ca: Ca = None,
 ) -> None:
-    """Send engines nothing new. When their requests have ended, they are removed."""
+    """Send engines no new requests, and remove them when the running ones have ended."""
     body = {"draining": "stay" if stay else "remove"}
     _each(urls, lambda url: _ask(at, token_file, ca, "PATCH", url, body))
     deadline = time.monotonic() + wait
@@ -195,7 +195,7 @@ def drain(
 
 @app.command()
 def remove(urls: Urls, at: Router = HERE, token_file: Token = None, ca: Ca = None) -> None:
-    """Forget engines at once. What runs there goes on to its end."""
+    """Remove engines at once. Requests that run there go on to their end."""
     _each(urls, lambda url: _ask(at, token_file, ca, "DELETE", url))
 
 
@@ -252,16 +252,17 @@ def _ask(
             "the router's token is needed: name its file with --token-file, or set "
             f"KVFERRY_ROUTER_TOKEN. A router that was started without one must be {_WITH_TOKEN}"
         )
+    address, trusted = base_url(at) + PATH, trusting(ca)
     try:
         answer = httpx.request(
             method,
-            base_url(at) + PATH,
+            address,
             params=None if url is None else {"url": url},
             json=body,
             headers={"authorization": f"Bearer {token}"},
             timeout=_ANSWER_SECONDS,
             trust_env=False,
-            verify=trusting(ca),
+            verify=trusted,
         )
         said = answer.json()
     except (httpx.HTTPError, ValueError) as error:

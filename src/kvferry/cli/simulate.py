@@ -30,25 +30,25 @@ FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
 
 def simulate(
     trace: Annotated[Path, typer.Option(help="JSON lines: Mooncake's traces, or ours (docs).")],
-    engines: Annotated[str, typer.Option(help="8 (all do both), or 4P4D.")] = "8",
+    engines: Annotated[str, typer.Option(help="8 (each does both), or 4P4D.")] = "8",
     policy: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(POLICIES)}, or all; may be repeated (default: cost)."),
     ] = None,
     speed: Annotated[
         list[float] | None,
-        typer.Option(help="Requests come so many times as fast; may be repeated.", min=1e-6),
+        typer.Option(help="Times as fast as the trace; may be repeated.", min=1e-6),
     ] = None,
     rates: Annotated[
-        Path | None, typer.Option(help="What an engine costs, as JSON (default: 8B on an H200).")
+        Path | None, typer.Option(help="Costs of an engine, as JSON (default: 8B on an H200).")
     ] = None,
     blocks: Annotated[
-        int | None, typer.Option(help="Of one engine's cache (default: by the rates).", min=1)
+        int | None, typer.Option(help="Blocks of an engine's cache (default: by the rates).", min=1)
     ] = None,
-    pool_blocks: Annotated[int, typer.Option(help="Of a pool of all engines.", min=0)] = 0,
-    requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
-    first_token_ms: Annotated[float, typer.Option(help="Of a good request, at most.")] = 2000.0,
-    token_ms: Annotated[float, typer.Option(help="And for each later token.")] = 50.0,
+    pool_blocks: Annotated[int, typer.Option(help="Blocks of a pool that all share.", min=0)] = 0,
+    requests: Annotated[int | None, typer.Option(help="Use only this many.", min=1)] = None,
+    first_token_ms: Annotated[float, typer.Option(help="Limit of a good request.")] = 2000.0,
+    token_ms: Annotated[float, typer.Option(help="Its limit for each later token.")] = 50.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal results.")] = 1,
     as_json: Json = False,
     html: Html = None,
@@ -77,7 +77,7 @@ def simulate(
             page = result_page(f"{trace.name} on {plan.shape} engines", about, runs)
             keep_page(html, page.html(), "page")
     if as_json:
-        # JSON has no nan: answers of one token have no seconds for each later one.
+        # msgspec writes nan as null: answers of one token have no time for later ones.
         print(msgspec.json.encode({"about": about, "runs": runs}).decode())
         return
     console = Console()

@@ -55,7 +55,7 @@ class View:
         self, ids: Ints, empty: int, key: tuple[int, ...] = (), entries: Ints | None = None
     ) -> None:
         """Write blocks `ids`. `entries` (blocks x tiles x slots) are of the request and component
-        that `key` names. Every byte of an empty slot becomes `empty`. Without entries, all are."""
+        that `key` names. All bytes of a slot without an entry become `empty`."""
         for some, values in self._expected(ids, empty, key, entries):
             self.array[:, some] = values
 
@@ -165,7 +165,7 @@ def block_span(group: Group, shape: EngineShape) -> int:
 
 
 def is_single(group: Group) -> bool:
-    """Whether the group has one block per request, whatever its length. Never in a held prefix."""
+    """Whether the group has one block per request of any length. A prefix never contains it."""
     return group.residency.kind in ("state", "ring")
 
 
@@ -193,8 +193,8 @@ def source_extent(group: Group, src: EngineShape, tokens: int) -> Extent:
 def destination_extent(
     group: Group, src: EngineShape, dst: EngineShape, tokens: int, skip: int
 ) -> Extent:
-    """The entries that the destination should hold after a load: what it lacked, in whole blocks,
-    as far as the source still had it."""
+    """The entries that a load must bring to the destination: whole blocks with entries that it
+    lacked, as far as the source still holds them."""
     given = source_extent(group, src, tokens)
     if is_single(group):
         return given

@@ -61,8 +61,8 @@ from kvferry.net.rpc import Sockets
 LOOPBACK = "127.0.0.1"
 ON_GPU = "cuda"  # the carrier that moves only GPU memory
 PAGE_BYTES = 4096
-LOAD_SECONDS = 50.0  # for one load; less than SILENCE_SECONDS, which end the demo
-LEASE_SECONDS = 3600.0  # a request may wait for its turn as long as the demo takes
+LOAD_SECONDS = 50.0  # for one load; less than the SILENCE_SECONDS after which the demo fails
+LEASE_SECONDS = 3600.0  # longer than the demo: a request may wait for its turn until the end
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]

@@ -50,12 +50,12 @@ from kvferry.net.rpc import Sockets
 TRANSPORTS = (AUTO, *CARRIERS)
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
 FAREWELL_SECONDS = 2.0  # for a rank to end by itself, before it is killed
-Progress = Callable[[str, int, int], None]  # a phase, requests that ranks have done in it, of all
+Progress = Callable[[str, int, int], None]  # the phase, its requests done, and all
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What a run moved and found.
+    """The result of a run.
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
     last decode rank had all its requests, with handshakes, claims, planning and last words.
@@ -103,7 +103,7 @@ def run_demo(
     transport: str = AUTO,
     progress: Progress = lambda phase, done, total: None,
 ) -> DemoResult:
-    """Run the whole demo, and return what it found."""
+    """Run the whole demo."""
     if transport not in TRANSPORTS:
         raise DescriptionError(
             f"transport must be one of {', '.join(TRANSPORTS)}, found {transport!r}"
@@ -113,19 +113,19 @@ def run_demo(
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
     )
-    with closing(Prefill(work)) as prefill, Crew(work, progress) as crew:
-        crew.start(transport)
-        prefill.introduce(crew.ask(crew.prefill, "describe"))
-        crew.ask(crew.everyone, "fill")
-        crew.ask(crew.prefill, "hold", prefill.tickets)
+    with closing(Prefill(work)) as prefill, Ranks(work, progress) as ranks:
+        ranks.start(transport)
+        prefill.introduce(ranks.ask(ranks.prefill, "describe"))
+        ranks.ask(ranks.everyone, "fill")
+        ranks.ask(ranks.prefill, "hold", prefill.tickets)
         begun = time.monotonic()
         params = [ticket.to_params() for ticket in prefill.tickets]  # as a router passes them on
-        moved: list[RankMoved] = crew.ask(crew.decode, "load", params)
+        moved: list[RankMoved] = ranks.ask(ranks.decode, "load", params)
         transfer_seconds = time.monotonic() - begun
-        delivered: list[int] = crew.ask(crew.prefill, "delivered")
+        delivered: list[int] = ranks.ask(ranks.prefill, "delivered")
         if min(delivered) < len(work.requests):
             raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
-        checked: list[Checked] = crew.ask(crew.decode, "check")
+        checked: list[Checked] = ranks.ask(ranks.decode, "check")
     way, why = _reached(transport, [link for one in moved for link in one.links])
     stats = [one.stats for one in moved]
     total = sum(one.bytes for one in stats)
@@ -205,8 +205,8 @@ class Member:
     pipe: Connection
 
 
-class Crew:
-    """All ranks. Leaving the context ends every process, in any state.
+class Ranks:
+    """The processes of all ranks. Leaving the context ends every process, in any state.
 
     Every wait has a deadline. If a rank dies, hangs or fails, the demo ends with an error that
     names the rank, and all other ranks end too.
@@ -244,11 +244,11 @@ class Crew:
     def ask(self, members: Sequence[Member], name: str, *arguments: Any) -> Any:
         """Let these ranks call a method. Returns their results in the same order."""
         for member in members:
-            with suppress(ConnectionError):  # it has ended, and may have said why: read below
+            with suppress(ConnectionError):  # it has ended; its last message is read below
                 member.pipe.send((name, arguments))
         by_pipe: dict[Any, Member] = {member.pipe: member for member in self.everyone}
         answers: dict[Member, Any] = {}
-        reporting = self.prefill if name == "fill" else members  # decode ranks have no requests yet
+        reporting = self.prefill if name == "fill" else members  # decode ranks fill no requests
         done, total = 0, len(reporting) * len(self._work.requests)
         while len(answers) < len(members):
             # The pipe of a rank that has nothing to answer is ready only when the rank has ended.
@@ -279,7 +279,7 @@ class Crew:
                         self._progress(name, done, total)
         return [answers[member] for member in members]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -16,8 +16,8 @@ much of `[head, slot, content]` it arranges itself. The engine's memory order ar
     nvfp4       page   planes K data, K scale, V data, V scale
     mla_scaled  page   planes latent, scale
     state       page   convolution state (sections side by side in channels), then the other states
-    opaque      page   unknown: moves whole, between identical pages only. In `opaque:NAME` the
-                       name says whose pages they are; different names are never identical
+    opaque      page   unknown: moves whole, between identical pages only. `opaque:NAME` names the
+                       backend; pages of different backends are never identical
 """
 
 from __future__ import annotations

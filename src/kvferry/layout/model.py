@@ -10,8 +10,8 @@ An entry is a token, a group of tokens, or a whole state. Tensor parallelism cut
 heads, channels, or groups of channels. It never cuts inside the dims of one unit. All engines that
 serve a model have the same logical array; an engine's shape says which rank holds which part.
 
-Components and groups are also what engines tell each other of their models. So their fields have
-bounds, which decoding checks: several times what real models need.
+Engines also send components and groups to each other. So their fields have bounds, which decoding
+checks. The bounds are several times what real models need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Layers = Annotated[tuple[Count, ...], Meta(max_length=MOST_LAYERS)]
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True):
-    """Which tokens of a sequence the next step still reads, and so a group must still hold.
+    """The tokens of a sequence that the next step reads, so that a group must still hold them.
 
     full    every token
     window  the last `span - 1` tokens, so that the next token sees `span` with itself
@@ -158,11 +158,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class CacheModel:
-    """The logical cache that all engines which serve a model have in common."""
+    """The logical cache of a model, equal on all engines that serve it."""
 
     name: str
     groups: tuple[Group, ...]
-    total_layers: int = 0  # target layers, if the last ones cache nothing; 0: as the groups say
+    total_layers: int = 0  # target layers, if the last ones cache nothing; 0: counted from groups
 
     def __post_init__(self) -> None:
         names = [g.name for g in self.groups]

@@ -21,8 +21,8 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group
 
 MOST_RANKS = 4096  # of one engine
-MOST_COPIES = 16  # of a head, before it is odd
-# Of layers, blocks, heads, slots of tokens and the bytes of one slot, from the outermost inwards.
+MOST_COPIES = 16  # of a head; more are noted as odd
+# Layers (L), blocks (B), heads (H), slots of tokens (N), bytes of a slot (C), outermost first.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -75,7 +75,7 @@ class EngineShape:
     role_tp: tuple[tuple[str, int], ...] = ()  # a draft model's own tp: (("draft", 1),)
     block_size: int = 16  # tokens in a block
     block_size_of: tuple[tuple[str, int], ...] = ()
-    kernel_block_size: int = 0  # tokens in a kernel's block; 0: as in the engine's
+    kernel_block_size: int = 0  # tokens in a kernel's block; 0: as in the engine's block
     kernel_block_size_of: tuple[tuple[str, int], ...] = ()  # a draft model may have another backend
     order: str = "LBHNC"
     interior: str = "joined"  # of attention groups; states are always "state"
@@ -168,7 +168,7 @@ class EngineShape:
                 )
 
     def oddities(self, model: CacheModel) -> list[str]:
-        """What an operator should know of a shape that is planned, but hardly runs."""
+        """Notes for the operator on a shape that can be planned, but is unusual."""
         notes = []
         for group in model.groups:
             tp = self.tp_for(group)
@@ -178,8 +178,8 @@ class EngineShape:
                 if tp % units and units % tp:
                     notes.append(
                         f"tp={tp} neither divides the {units} heads or channels of {group.name!r} "
-                        "nor is a multiple of them: they are split as evenly as possible, and "
-                        "vLLM itself does not start so"
+                        "nor is a multiple of them: kvferry splits them as evenly as possible, but "
+                        "vLLM does not start with them"
                     )
                 elif shared > MOST_COPIES:
                     notes.append(
@@ -311,7 +311,7 @@ class EngineShape:
         return cls(**fields)
 
 
-_FIELDS = {  # by the word that gives it
+_FIELDS = {  # by their words in a shape
     "tp": "tp",
     "dcp": "dcp",
     "interleave": "interleave",

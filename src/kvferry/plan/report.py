@@ -51,13 +51,13 @@ class PlanReport:
     total_bytes: int
     lower_bound_bytes: int  # that the destination ranks need, counted from the shapes
     busiest_source_bytes: int
-    ideal_source_bytes: int  # the least load of the busiest source, over all choices of replicas
+    ideal_source_bytes: int  # busiest source, if each stage's bytes were spread evenly
     busiest_destination_bytes: int
-    notes: tuple[str, ...] = ()  # what is odd about the shapes
+    notes: tuple[str, ...] = ()  # for the operator
 
     @property
     def imbalance(self) -> float:
-        """The busiest source's load, divided by the least possible load."""
+        """The busiest source's load, divided by the ideal load."""
         return self.busiest_source_bytes / self.ideal_source_bytes if self.total_bytes else 1.0
 
     def seconds(self, link_bytes_per_s: float) -> float:

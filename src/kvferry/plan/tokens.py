@@ -135,7 +135,7 @@ def moved(
 def unloadable(
     model: CacheModel, src: EngineShape, dst: EngineShape, tokens: int, skip: int
 ) -> str:
-    """Why `moved` refuses such a request; empty where it does not."""
+    """The reason why `moved` refuses this request, or an empty string."""
     for group in model.groups:
         if group.residency.kind not in ("window", "chunk"):
             continue

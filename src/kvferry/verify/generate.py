@@ -246,9 +246,7 @@ class _Generator:
         if not shape["kernel_block_size"] and shape["order"] not in HEADS_OUTSIDE:
             shape["page_align"], shape["overlay"] = own["page_align"], own["overlay"]
         shape["full_residency"] = own["full_residency"]
-        match self.rng.choice(
-            ("order", "kernel", "block", "tp", *[""] * 9)
-        ):  # mostly no difference
+        match self.rng.choice(("order", "kernel", "block", "tp", *[""] * 9)):  # mostly none
             case "order":
                 shape["order"] = self.rng.choice(("LBHNC", "LBNHC"))
             case "kernel" if shape["order"].startswith("LB"):

@@ -33,7 +33,7 @@ Image = list[Ints]  # one array for each region
 NOTHING = -1  # no byte of the request; on the destination it must stay as it is
 FREE = -2  # padding of a loaded block, which may be written or not
 GAP = -3  # a byte of a loaded block that must stay unwritten, and be named as uncovered
-NOBODY = -1  # the number of padding in a map; as an index, it takes an array's last value
+PADDING = -1  # the number of padding in a map; as an index, it takes an array's last value
 
 
 class ComponentDict(TypedDict):
@@ -95,7 +95,7 @@ class SideDict(TypedDict):
 
 
 class CaseDict(TypedDict):
-    kind: str  # of the model; a sweep reports the share of each
+    kind: str  # of the model
     fault: str  # how a table was broken on purpose; "" if none was
     model: ModelDict
     src: SideDict
@@ -403,10 +403,10 @@ class CaseEngine:
         counts = list(self.shape["stages"])
         if not counts:
             counts = [total // stages] * stages
-            lucky = stages - 2
+            stage = stages - 2
             while sum(counts) < total:
-                counts[lucky] += 1
-                lucky -= 1
+                counts[stage] += 1
+                stage -= 1
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
         return [layer for layer in group["layers"] if stage_of[layer] == pp]
 
@@ -674,11 +674,11 @@ def _settle(group: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -
             raise UnplaceableError("a page that is not in one piece cannot be padded")
         numbers = numbers.reshape(*numbers.shape[:2], -1)
         short = page - numbers.shape[2]
-        numbers = np.pad(numbers, ((0, 0), (0, 0), (0, short)), constant_values=NOBODY)
+        numbers = np.pad(numbers, ((0, 0), (0, 0), (0, short)), constant_values=PADDING)
     if layers:
         missing = [(0, 0)] * numbers.ndim
         missing[axes.index("L")] = (0, layers - numbers.shape[axes.index("L")])
-        numbers = np.pad(numbers, missing, constant_values=NOBODY)
+        numbers = np.pad(numbers, missing, constant_values=PADDING)
     ids = np.repeat(np.arange(blocks, dtype=np.int32), numbers.shape[axes.index("B")] // blocks)
     along = [1] * numbers.ndim
     along[axes.index("B")] = -1

@@ -68,7 +68,7 @@ class Result:
 
     index: int
     mismatch: str = ""  # the difference; "" if the product and the oracle agree
-    refused: bool = False  # by both the product and the oracle
+    refused: bool = False  # by product and oracle
     features: tuple[str, ...] = ()
 
 
@@ -151,7 +151,7 @@ def check(seed: int, index: int) -> Result:
 
 
 def check_case(case: CaseDict) -> bool:
-    """Whether product and oracle both refuse the case. A difference raises a MismatchError."""
+    """Whether product and oracle both refuse the case. Raises MismatchError if they differ."""
     oracle = Oracle(case)
     expected = oracle.errors()
     try:
