@@ -201,15 +201,18 @@ class Threads:
             except BaseException:
                 log.exception("a thread of %s goes on after an error", self._name)
             with self._lock:
-                if self._stuck and isinstance(work, Call) and work in self._stuck:
+                given_up = isinstance(work, Call) and work in self._stuck
+                if given_up:
                     self._stuck.discard(work)
                     self._threads.remove(threading.current_thread())
-                    return
-                self._tasks -= 1
+                else:
+                    self._tasks -= 1
                 if lane:
                     self._leave(lane)
                 if self._lanes:
                     self._take_turns()
+                if given_up:
+                    return
             del item, work  # frees what the work holds
 
     def _leave(self, lane: str) -> None:

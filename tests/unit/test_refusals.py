@@ -213,6 +213,19 @@ class TestDescriptions:
             )
         says(error, "every layer that has tensors", repr({key: table}), "leave tables out")
 
+    def test_opaque_block_in_two_places(self) -> None:
+        shape = EngineShape(interior="opaque", block_size=32, kernel_block_size=16)
+        apart = TensorView(0, 0, (8, 1, 1, 2048), (4096, 2048, 2048, 1), 1)
+        with pytest.raises(DescriptionError) as error:
+            layout_from_tensors(
+                gqa(layers=1),
+                shape,
+                Rank(0, 0),
+                [Region("r", 8 * 4096)],
+                {("attention", 0): [apart]},
+            )
+        says(error, "layer 0", "opaque", "kernel blocks", "2048", "4096")
+
 
 class TestRequests:
     shape = EngineShape()

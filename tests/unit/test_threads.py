@@ -163,6 +163,17 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=30, check=True)
 
 
+def test_a_lane_goes_on_after_a_call_that_was_given_up() -> None:
+    threads, gate = Threads("lost", 1, per_lane=1, most_stuck=1), threading.Event()
+    stuck = threads.call(lambda: gate.wait(SECONDS), "lane")
+    wait_until(stuck.running)
+    waiting = threads.call(lambda: True, "lane")
+    assert threads.give_up(stuck)
+    gate.set()
+    assert waiting.result(SECONDS)
+    threads.close()
+
+
 def test_a_thread_that_is_given_up_ends_when_its_call_does() -> None:
     threads, gate = Threads("stuck", 1, most_stuck=1), threading.Event()
     calls = [threads.call(lambda: gate.wait(SECONDS)) for _ in range(2)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import DescriptionError
-from kvferry.layout.interior import Inside, arrange
+from kvferry.layout.interior import OPAQUE, Inside, arrange
 from kvferry.layout.model import CacheModel, Group
 from kvferry.layout.placement import Part, RankLayout, Region, page_question, place_component
 from kvferry.layout.shape import EngineShape, Rank
@@ -94,7 +94,7 @@ def layout_from_tensors(
             layers = [tensors[group.name, o] for o in ordinals]
             part = _part(group, shape, rank, insides, ordinals, layers, padded)
             parts.append(replace(part, table=table, pool=pools[table]))
-    return RankLayout(rank, shape, tuple(parts), tuple(regions), 1 + max(table_of.values()))
+    return RankLayout(rank, shape, tuple(parts), tuple(regions), 1 + max(table_of.values(), default=len(model.groups) - 1))
 
 
 def _part(
@@ -203,12 +203,16 @@ def _require_fit(
 
     if len(views) != len(insides):
         refuse("a number of tensors of", len(insides), len(views))
-    _, kernel = shape.entries(group)
+    block, kernel = shape.entries(group)
     for inside, view in zip(insides, views, strict=True):
         _, heads, slots, content = view.shape
         if inside.level == "page":
             if view.page_bytes != inside.bytes or not view.inner_is_dense(1):
                 refuse("dense pages of bytes", inside.bytes, (view.page_bytes, view.strides))
+            # An opaque block moves as one run: its kernel blocks must lie together.
+            opaque = inside.places[0].component == OPAQUE
+            if opaque and block != kernel and view.stride_bytes(0) != view.page_bytes:
+                refuse("kernel blocks at a distance of", view.page_bytes, view.stride_bytes(0))
             continue
         if (heads, slots) != (inside.units, kernel):
             refuse("heads and slots", (inside.units, kernel), (heads, slots))
