@@ -94,7 +94,13 @@ def layout_from_tensors(
             layers = [tensors[group.name, o] for o in ordinals]
             part = _part(group, shape, rank, insides, ordinals, layers, padded)
             parts.append(replace(part, table=table, pool=pools[table]))
-    return RankLayout(rank, shape, tuple(parts), tuple(regions), 1 + max(table_of.values(), default=len(model.groups) - 1))
+    return RankLayout(
+        rank,
+        shape,
+        tuple(parts),
+        tuple(regions),
+        1 + max(table_of.values(), default=len(model.groups) - 1),
+    )
 
 
 def _part(
