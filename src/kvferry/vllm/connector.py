@@ -264,13 +264,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.pool.reported(report, received)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether vLLM should wait for blocks instead of preempting. The pool's pinned blocks do not
-        count: vLLM would wait for a store that may hang."""
+        """Whether vLLM should wait for blocks instead of preempting. Blocks that the pool pins do
+        not count: vLLM would wait for a store that may hang."""
         return self.handover is not None and self.handover.producing.moving
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must step on, because orders or reports are under way. vLLM asks in
-        every mode, not only in push mode. It steps for held blocks anyway."""
+        """Whether an idle engine must step on, because orders or reports are under way. vLLM asks
+        in every mode, not only in push mode. It steps for held blocks anyway."""
         waits = self.handover is not None and self.handover.waits_for_a_step
         waits = waits or (self.pool is not None and self.pool.waits_for_a_step)
         return waits or not self._described
@@ -624,8 +624,8 @@ class FerryScheduler:
         log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
 
     def _open_bootstrap(self, parallel: Any) -> Bootstrap | Registration:
-        """The bootstrap that Mooncake-style proxies ask. The first data-parallel rank serves for all
-        ranks, or for those of its host if every host has its own API server."""
+        """The bootstrap that Mooncake-style proxies ask. The first data-parallel rank serves all
+        ranks, or those of its host if every host has its own API server."""
         config, local = self.config, parallel.local_engines_only
         first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
         if first and not config.bootstrap_server:

@@ -295,9 +295,10 @@ class PrefillCut:
         other = sorted(set(siblings.others) & set(CUTTING_ONE))
         if self.held_back > 1 and other:
             raise DescriptionError(
-                f"of this model's prompts the last {self.held_back} tokens are left to decode "
-                f"engines, and {', '.join(other)} leaves one at most: their decode engines would "
-                "take what was computed for more than it is. Do not run both in one engine"
+                f"kvferry leaves the last {self.held_back} tokens of this model's prompts to "
+                f"decode engines, and {', '.join(other)} leaves one at most: their decode "
+                "engines would count on tokens that were not computed. Do not run both in one "
+                "engine"
             )
 
     def tables(self, block_ids: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
