@@ -85,7 +85,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: only the pool
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of vLLM's connector of that name
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the in-tree one it replaces
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

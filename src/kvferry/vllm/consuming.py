@@ -120,7 +120,7 @@ class Consuming:
     # Questions: each returns whether the answer is there, or raises `ComputeHere`
 
     def _arrived(self, request: Any, wanted: _Wanted) -> bool:
-        """Whether a new request has a ticket. The ticket fits the request."""
+        """Whether a new request has a ticket; raises if the ticket does not fit the request."""
         params = request.kv_transfer_params
         marked = params.get(MARK)
         if isinstance(marked, dict) and "not_held" in marked:
@@ -374,7 +374,7 @@ class Consuming:
         """Called once a step. `still`: it computes nothing, and this engine holds prompts.
 
         If nothing loads either, the queued requests wait until other engines fetch what this one
-        holds. Those engines may wait for the same here.
+        holds, and those engines may do the same.
         """
         live = [(name, one) for name, one in self._wanted.items() if not one.over] if still else []
         queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
