@@ -4,10 +4,10 @@
 After the last byte and before the last word, the consumer rank asks each source rank for a digest
 of the runs that it read there, in the order of reading. Meanwhile it digests its own runs. If the
 digests differ, the load fails. This order is sound: while the hold is open, the source's bytes stay
-as they were read, and the answer to the last word proves that the hold was open. (A step after the
-prompt's last may write behind the prompt, into a page that moves whole: the load then fails for
-nothing, and the prompt is computed.) The source digests on a separate thread (`Summing`), so that
-other messages do not wait.
+as they were read, and the answer to the last word proves that the hold was open. False alarms are
+possible: a step after the prompt's last may write behind the prompt, into a page that moves whole.
+The load then fails although its bytes are good, and the prompt is computed. The source digests on a
+separate thread (`Summing`), so that other messages do not wait.
 
     xxh3     every rank has it. Runs are gathered into a buffer first, so that many short runs are
              as fast as one long run. Runs in GPU memory go through host memory

@@ -156,7 +156,8 @@ def read_layout(
 ) -> tuple[RankLayout, list[int]]:
     """A running rank's layout and the addresses of its regions, which hold all of its blocks.
 
-    Not whole: the layout of a pool's objects, one region per table, with the room of one object.
+    `whole=False`: the layout of a pool's objects. They have one region per table, and each region
+    has room for one object.
     """
     rank = Rank(info.pp_rank, info.tp_rank)
     bases = [region.address for region in info.regions]

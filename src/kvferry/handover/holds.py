@@ -25,9 +25,9 @@ nothing. Its hold stays open until the lease runs out, and then closes as "expir
 schedulers renew leases while requests queue and load; every claim renews one too.
 
 This module is the state machine alone: it has no sockets and no threads, and callers pass the time
-in. Only this rank's clock counts. What peers can make a rank remember is bounded.
-A check of the deadlines takes microseconds, however many holds there are: they lie in the order in
-which their leases run out, and claims in a heap.
+in. Only this rank's clock counts. The memory that peers can make a rank use is bounded.
+A check of the deadlines takes microseconds, however many holds there are: holds are kept in the
+order in which their leases run out, and claims in a heap.
 """
 
 from __future__ import annotations

@@ -138,14 +138,14 @@ class Loaded:
 class ConsumerStats:
     """Loads of one rank since it started."""
 
-    abandoned_now: int = 0  # over, and not reported: bytes of theirs may still arrive
+    abandoned_now: int = 0  # ended but not reported, because bytes may still arrive
     quarantined_blocks: int = 0  # that those keep
     bytes: int = 0  # of good loads, as are the descriptors
     descriptors: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
 
 
-# Counts a load that is over, with so many blocks, while bytes of it may still arrive.
+# Takes a load's number of blocks. Counts the ended load while bytes of it may still arrive.
 Abandoned = Callable[[int], AbstractContextManager[None]]
 
 
@@ -419,7 +419,7 @@ class Introductions:
         self._lock = threading.Lock()
 
     def make(self, source: Source) -> None:
-        """Introduce this rank to a source, unless it did. No answer is awaited.
+        """Introduce this rank to a source, once. This does not wait for the answer.
 
         The offer follows on the same connection, so it arrives after the introduction.
         """

@@ -95,7 +95,7 @@ class Source:
     bases: tuple[int, ...]
     carrier: Carrier | None
     peer: Any
-    why: str  # that carrier
+    why: str  # why this carrier was chosen
     sums: tuple[str, ...]  # checksum algorithms that it offers
 
     def __str__(self) -> str:

@@ -127,7 +127,7 @@ class ProducerRank(Server):
     # Called by the engine
 
     def open_hold(self, order: HoldOrder) -> None:
-        """Its last kernels must have finished writing."""
+        """Open a hold. The kernels that write its blocks must have finished."""
 
         def work() -> None:
             waited, closed = self._table.add(order, time.monotonic())

@@ -80,7 +80,7 @@ class _Engine:
 
     @property
     def due(self) -> float:
-        """When it is to be asked; not before it has answered."""
+        """When to ask it next; never while a call is under way."""
         if self.calls or not self.asked:
             return math.inf
         return min(self.renew_at, self.early_at) if self.early else self.renew_at
@@ -191,7 +191,7 @@ class Renewer:
         return math.inf if waits and not engine.ranks else engine.due
 
     def _questions(self, now: float) -> list[tuple[str, Hello | Renew, _Told]]:
-        """What is to be asked now, and what to do with each answer."""
+        """The questions to send now, each with the callback for its answer."""
         due = {key: e for key, e in self._engines.items() if self._due(key, e) <= now}
         questions: list[tuple[str, Hello | Renew, _Told]] = []
         for key, engine in due.items():
@@ -250,7 +250,7 @@ class Renewer:
             self._condition.notify()
 
     def _note(self, engine: _Engine, rank: _Address, renewed: Renewed) -> None:
-        """Forget holds that all ranks have closed, or one before they were needed."""
+        """Forget holds that all ranks have closed, and early ones that a rank has closed."""
         engine.early.difference_update(renewed.open)
         for hold in engine.holds.keys() & set(renewed.closed):
             engine.holds[hold].add(rank)

@@ -53,7 +53,7 @@ class Ticket:
         return f"{self.host}:{self.port}"
 
     def to_params(self, *, flat: bool = True) -> dict[str, Any]:
-        """The ticket as request parameters. Not flat: everything lies under our own key."""
+        """The ticket as request parameters; with `flat=False`, all of it under our own key."""
         ours = {
             "format": FORMAT,
             "incarnation": self.incarnation,
@@ -72,8 +72,8 @@ class Ticket:
         if not flat:
             return {MARK: {**ours, **where}}
         flags = {"do_remote_prefill": True, "do_remote_decode": False}
-        # Without block ids, vLLM's NixlConnector would end its engine. With these it asks our
-        # directory, which does not answer it.
+        # The ticket may reach vLLM's own NixlConnector, which ends its engine if there are no block
+        # ids. With an empty list, it asks our directory and gets no answer.
         return {**flags, **where, "remote_block_ids": [[]], MARK: ours}
 
     @classmethod

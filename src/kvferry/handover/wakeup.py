@@ -6,8 +6,8 @@ the kernels of earlier steps. If the device fails first, the orders are passed o
 no other part of the engine would report them.
 
 `Wakeup`. vLLM keeps stepping while a request waits for its cache, or while the blocks of a finished
-one are held. A step that computes nothing waits a moment for its rank to have something to report,
-and leaves the processors to the threads that end the wait.
+one are held. A step that computes nothing waits a moment until its rank has something to report.
+Meanwhile the rank's threads get the processors.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class WhenReady:
             self._thread.start()
 
     def begin(self, step: int) -> None:
-        """Before a step's kernels are launched. The event recorded now ends all steps before it."""
+        """Call this before a step's kernels are launched. Records an event that completes when the
+        device has finished all earlier steps."""
         if self._gpu:
             try:
                 self._steps.append((step, self._record()))
@@ -73,8 +74,8 @@ class WhenReady:
                 self._steps.append((step, _Failed(error)))
 
     def after(self, step: int, action: Action) -> None:
-        """Call an action once the device has finished a step, which is before the one that began
-        last. If the step's own event is not kept, a later one serves."""
+        """Call an action once the device has finished a step, which must precede the last one that
+        began. If the event after that step is no longer kept, a later one serves."""
         if self._gpu:
             event = next(event for number, event in self._steps if number > step)
             self._queue.put((event, action))

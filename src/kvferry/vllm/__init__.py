@@ -6,8 +6,8 @@
 
 `MooncakeConnector`, `MooncakeStoreConnector`, `NixlConnector`, `NixlPullConnector` and
 `NixlPushConnector` under the same module path take the configuration of vLLM's own. vLLM resolves
-the class also in its API process, so importing this touches no device and starts nothing. Only who
-asks for a class imports vLLM: `kvferry check` does without.
+the class also in its API process, so importing this touches no device and starts nothing. vLLM is
+imported only when a class is asked for: `kvferry check` needs no vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines find each other that got a request at the same time, without a ticket.
+"""How two engines that got a request at the same time find each other, without a ticket.
 
-In Mooncake style, a proxy knows an address for each prefill server, asks it `GET /query`, and gets
-engine ids by data-parallel rank. It names one of them, and the address, to the decode engine, which
-asks the same address where that engine's directory is. `Bootstrap` is such a server:
+In Mooncake style, a proxy knows an address for each prefill server. It sends `GET /query` there,
+and gets engine ids by data-parallel rank. It sends one id and the address to the decode engine. The
+decode engine asks the same address for that engine's directory. `Bootstrap` is such a server:
 
     GET  /query     {"0": {"engine_id": …, "worker_addr": {}, "kvferry": {host, port, incarnation}}}
     POST /register  from data-parallel ranks that have no server of their own; its body is
@@ -12,11 +12,11 @@ asks the same address where that engine's directory is. `Bootstrap` is such a se
 Any process may connect: the HTTP server bounds the resources that a connection can take. Registered
 entries are bounded by the size that a client reads, and never replace the engine's own entry.
 
-In the style of NixlPushConnector's proxy, the request names the directory itself. `Rendezvous`
-asks either, on the decode engine.
+In the style of NixlPushConnector's proxy, the request names the directory itself. On the decode
+engine, `Rendezvous` asks a bootstrap or a directory.
 
-An answer is a hint and no secret: the server at the named directory must prove to know the secret
-before anything else is said, and a wrong incarnation makes every claim stale.
+An answer is only a hint. The directory that it names must first prove that it knows the secret, and
+with a wrong incarnation every claim is stale.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ log = logging.getLogger("kvferry")
 
 MOST_BYTES = 1 << 20  # of a message; an engine of a thousand ranks has less
 MAC = "X-Kvferry-Mac"
-PURPOSE = "bootstrap"  # of the key that registrations are authenticated by
-MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; an answer has a head too
+PURPOSE = "bootstrap"  # of the key that authenticates registrations
+MOST_ENTRIES = MOST_BYTES - (1 << 10)  # of all registrations; the rest is for an answer's head
 MOST_RANKS = 4096  # data-parallel
 TELL_AGAIN_SECONDS = 1.0  # from a failed registration to the next attempt
 REFRESH_SECONDS = 30.0  # the server may have restarted, and then knows nothing
@@ -91,7 +91,7 @@ class Whereabouts:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], address: str) -> Whereabouts:
-        """An engine's entry, as any server at an address may have sent it: trust nothing."""
+        """Read and check an engine's entry. Any server may have sent it."""
         ours = entry.get("kvferry")
         if not isinstance(ours, dict):
             raise ProtocolError(
@@ -116,14 +116,14 @@ class BootstrapPlace:
 
 @dataclass(frozen=True, slots=True)
 class Appointment:
-    """A request that named its producer, and what both call the transfer."""
+    """The producer that a request named, and the name by which both engines know the request."""
 
     place: BootstrapPlace
     name: str
 
 
 def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> Appointment:
-    """Where a request without a ticket of ours sends us, or why it cannot."""
+    """The producer that a request without a ticket names; raises if it names none."""
     name = transfer_name(params, request_id, style)
     engine_id = params.get("remote_engine_id")
     if name is not None and isinstance(engine_id, str) and is_text(engine_id):
@@ -147,7 +147,7 @@ def appointment(params: Mapping[str, Any], request_id: str, style: Style) -> App
 
 
 def transfer_name(params: Mapping[str, Any], request_id: str, style: Style) -> str | None:
-    """What producer and consumer call a request; None where only a ticket can tell."""
+    """The name by which producer and consumer know a request; None: they need a ticket."""
     if style in ("mooncake", "ferry") and params.get("transfer_id"):
         name = params["transfer_id"]
         if not is_text(name):
@@ -163,31 +163,31 @@ def derived_hold(incarnation: str, name: str) -> str:
 
 
 class Rendezvous:
-    """Finds a producer that a request names without a ticket: both engines got it at once.
+    """Finds the producer of a request without a ticket, which both engines got at once.
 
-    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id; in
-    the style of NixlPushConnector's proxy, the engine's directory and nothing that tells its
-    incarnation. A thread asks. The scheduler looks for the answer whenever vLLM asks it about the
-    request, and never waits. An answer serves the requests of the next second; then it is asked for
-    anew, because the engine may have been reset or restarted. An older answer serves where no new
-    one comes soon. Clients name these addresses, and some may be silent: `Meetings` bounds what
-    they can hold up.
+    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id. In
+    the style of NixlPushConnector's proxy, it names the engine's directory, but no incarnation. A
+    thread asks. The scheduler looks for the answer whenever vLLM asks about the request, and never
+    waits. An answer serves the requests of the next second. Then a thread asks again, because the
+    engine may have been reset or restarted. If no new answer comes soon, the older one serves.
+    Clients name these addresses, and some may be silent: `Meetings` bounds the threads and the time
+    that they take.
 
-    An answer becomes an ordinary ticket. The hold's id is derived, on both sides alike, from the
-    producer's incarnation and the transfer id; the digest is of the consumer's own prompt. Before a
-    load is ordered, `Renewer.arrived` tells that the prefill is done, aborted or not held.
+    An answer becomes an ordinary ticket. Both sides derive the hold's id from the producer's
+    incarnation and the transfer id. The digest is of the consumer's own prompt. Before a load is
+    ordered, `Renewer.arrived` says whether the prefill is done, aborted or not held.
     """
 
     def __init__(
         self, config: FerryConfig, sockets: Sockets, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """clock  for the age of answers"""
+        """`clock` measures the age of answers."""
         self._clock = clock
         self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
         self._caller: Caller | None = None
         self._engine: EngineInfo | None = None
-        self._told = threading.Event()  # that `introduce` was called
+        self._told = threading.Event()  # set by `introduce`
         self._closed = False
         self._meetings = Meetings("kvferry-rendezvous", config.bootstrap_seconds)
         self._lock = threading.Lock()
@@ -195,12 +195,12 @@ class Rendezvous:
         self._shapes: dict[PeerKey, EngineShape] = {}
 
     def introduce(self, engine: EngineInfo) -> None:
-        """This engine's description; directories ask for it."""
+        """Set this engine's description, which directories ask for."""
         self._engine = engine
         self._told.set()
 
     def find(self, place: BootstrapPlace) -> Whereabouts | None:
-        """A producer, or None while it is asked for; raises why it cannot be found."""
+        """A producer, or None while a thread asks for it. Raises if it cannot be found."""
         now = self._clock()
         with self._lock:
             asked = self._asked.get(place)
@@ -218,8 +218,9 @@ class Rendezvous:
         raise error
 
     def shape(self, ticket: Ticket, since: float) -> EngineShape | None:
-        """The shape of a ticket's engine, or None while it is asked for; raises why it is not
-        known. `since`: when the ticket came. An answer from before may be of an engine's last life.
+        """The shape of a ticket's engine, or None while a thread asks for it. Raises if the engine
+        cannot be found or the ticket is stale. `since`: when the ticket came; an older answer may
+        be of an earlier incarnation.
         """
         place = BootstrapPlace(ticket.engine_id, ticket.directory, bootstrap=False)
         key = PeerKey.of(ticket)
@@ -237,7 +238,7 @@ class Rendezvous:
         return self._shapes.get(key)
 
     def forget(self, place: BootstrapPlace) -> None:
-        """A load by the answer for this place failed."""
+        """Drop the answer for this place, so that the next request asks again."""
         with self._lock:
             asked = self._asked.get(place)
             if asked is not None and asked.answer.done():
@@ -278,7 +279,7 @@ class Rendezvous:
         if not self._told.wait(seconds) or self._engine is None:
             raise HandoverError("this engine's workers have not described themselves")
         with self._lock:
-            if self._closed:  # `Meetings` still asks what waited
+            if self._closed:  # `Meetings` still runs questions that waited
                 raise HandoverError("kvferry is shutting down")
             if self._caller is None:
                 self._caller = Caller(self._sockets)
@@ -336,13 +337,13 @@ class Bootstrap:
         self._server = HttpServer(listener, self._asked, "kvferry-bootstrap")
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
-        """The engine's own entry."""
+        """Set the engine's own entry."""
         with self._lock:
             self._own.add(str(dp_rank))
             self._put(str(dp_rank), entry)
 
     def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
-        """With the lock held."""
+        """Call it with the lock held."""
         entries = {**self._entries, dp_rank: dict(entry)}
         answer = HttpAnswer.of(200, entries)
         if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
@@ -352,7 +353,7 @@ class Bootstrap:
         self._entries, self._answer = entries, answer
 
     def _asked(self, asked: HttpRequest) -> HttpAnswer:
-        """On the server's thread."""
+        """Answer a request, on the server's thread."""
         if asked.method == "GET" and asked.path == "/query":
             return self._answer
         if asked.method != "POST" or asked.path != "/register":
@@ -364,7 +365,7 @@ class Bootstrap:
         return HttpAnswer.of(200, {"status": "ok"})
 
     def _register(self, body: bytes, mac: str) -> None:
-        told_mac = mac.encode(errors="replace")  # a header may hold what a digest never does
+        told_mac = mac.encode(errors="replace")  # a header may have any characters
         if not hmac.compare_digest(told_mac, _mac(self._key, body).encode()):
             raise ProtocolError(
                 "this registration does not prove to know our secret; a worker of vLLM's own "
@@ -387,7 +388,7 @@ class Bootstrap:
 def register(
     server: str, dp_rank: int, entry: Mapping[str, Any], secret: str | None, seconds: float
 ) -> None:
-    """Tell another engine's bootstrap of this one."""
+    """Register this engine at another engine's bootstrap."""
     body = msgspec.json.encode({"dp_rank": dp_rank, **entry})
     mac = _mac(Key.of(secret).derive(PURPOSE), body)
     status, answer = _ask(server, "POST", "/register", seconds, body, {MAC: mac})
@@ -415,10 +416,10 @@ def query(server: str, engine_id: str, seconds: float) -> Whereabouts:
 
 
 class Registration:
-    """Keeps the bootstrap of another engine told of this one: a data-parallel rank without its own.
+    """Keeps a data-parallel rank without a bootstrap registered at another engine's.
 
-    Ranks start in any order, and the one that serves the bootstrap may come late or come again. So
-    a thread of its own goes on telling; neither an engine's start nor its reset waits for it.
+    Ranks start in any order, and the rank with the bootstrap may start late or restart. So a thread
+    registers again and again; neither an engine's start nor its reset waits for it.
     """
 
     def __init__(self, server: str, secret: str | None, seconds: float) -> None:
@@ -430,7 +431,7 @@ class Registration:
         self._thread = threading.Thread(target=self._run, name="kvferry-register", daemon=True)
 
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
-        """The engine's own entry, which the server is to have from now on."""
+        """Set the engine's own entry, which the thread sends to the server from now on."""
         self._told = (dp_rank, entry)
         self._changed.set()
         if self._thread.ident is None:
@@ -450,7 +451,7 @@ class Registration:
             dp_rank, entry = self._told
             try:
                 register(self._server, dp_rank, entry, self._secret, self._seconds)
-            except Exception as error:  # whatever it is: only this thread registers the rank
+            except Exception as error:  # go on, because no other thread registers the rank
                 if not failed:
                     log.warning(
                         "kvferry: requests by transfer id cannot reach data-parallel rank %d until "
@@ -470,7 +471,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A question, and what the one before it brought."""
+    """A question, and the last good answer before it."""
 
     at: float
     answer: Future[tuple[float, Whereabouts]]  # and when it came
@@ -526,7 +527,7 @@ def _ask(
     except (
         OSError,
         ValueError,
-        OverflowError,  # it announces more bytes than there are numbers for
+        OverflowError,  # the announced length is too large for an integer
         http.client.HTTPException,
         TransferError,
     ) as error:
@@ -536,7 +537,7 @@ def _ask(
 
 
 def _received(connection: socket.socket, deadline: float) -> bytes:
-    """All that a server sends until it closes."""
+    """All bytes that a server sends before it closes the connection."""
     received = bytearray()
     while len(received) <= MOST_BYTES:
         left = deadline - time.monotonic()

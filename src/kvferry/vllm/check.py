@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine would refuse of its `--kv-transfer-config`, found before any weights are loaded.
+"""Finds mistakes in an engine's `--kv-transfer-config` before any weights are loaded.
 
 `kvferry check` calls `refusals` without vLLM. Inside vLLM, the plugin calls `require_settings` when
 vLLM looks up the connector's class, which it does first when it makes its configuration. The rules
@@ -54,7 +54,7 @@ KINDS |= {theirs: KINDS[ours] for theirs, ours in STAND_INS.items()}
 def sections(
     style: Style | None, extra: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The keys of the hand-over and those of the pool; None where there is no such half."""
+    """The keys of the hand-over and those of the pool; None: the connector lacks that half."""
     extra = dict(extra)
     if style is None:
         return None, extra
@@ -73,7 +73,7 @@ def sections(
 def require_settings(
     style: Style | None, pool_defaults: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
-    """Raise DescriptionError with all that is wrong with a connector's own keys.
+    """Raise DescriptionError with all mistakes in a connector's own keys.
 
     It logs nothing: each process reads its settings again when it makes its connector.
     """
@@ -84,7 +84,7 @@ def require_settings(
 
 
 def refusals(transfer: Mapping[str, Any]) -> list[str]:
-    """All that vLLM or the connector would refuse of a parsed `--kv-transfer-config`."""
+    """All reasons why vLLM or the connector would refuse a parsed `--kv-transfer-config`."""
     found = []
     if unknown := sorted(set(transfer) - set(FIELDS.split())):
         found.append(f"vLLM does not know {unknown}; it knows {FIELDS.split()}")
@@ -119,8 +119,8 @@ def refusals(transfer: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def notes() -> Iterator[list[str]]:
-    """What kvferry logs meanwhile, which goes nowhere else: keys without effect, a secret that
-    others may read."""
+    """Collect what kvferry logs in this block (keys without effect, a secret that others may read)
+    instead of logging it."""
     said: list[str] = []
 
     class Keep(logging.Handler):
@@ -138,7 +138,7 @@ def notes() -> Iterator[list[str]]:
 
 
 def _children(extra: Mapping[str, Any]) -> list[str]:
-    """Of a MultiConnector, what is wrong with the children that are kvferry's."""
+    """Mistakes in those children of a MultiConnector that are kvferry's."""
     children = extra.get("connectors")
     if not isinstance(children, list) or not all(isinstance(c, Mapping) for c in children):
         return [f"connectors of MultiConnector must be a list of objects, found {children!r:.100}"]
@@ -154,7 +154,7 @@ def _children(extra: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(kind: Kind, extra: Mapping[str, Any], *, stores: bool = False) -> list[str]:
-    """What is wrong with the keys of one connector. `stores`: import its store, too."""
+    """Mistakes in the keys of one connector. `stores`: import its store, too."""
     found: list[str] = []
     try:
         handover, pool = sections(kind.style, extra)

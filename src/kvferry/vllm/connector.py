@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FerryConnector`: vLLM's connector interface over the hand-over, the shared pool, or both.
 
-A connector lives in one process: the scheduler's or a worker's. In the scheduler's it has a
-`handover` and a `pool`, in a worker's a `worker` and a `pool_worker`; the class and its
-configuration decide which of the two there are. How a finished prefill becomes a hold:
+A connector lives in one process: the scheduler's or a worker's. In the scheduler's process it has a
+`handover`, a `pool` or both; in a worker's process a `worker`, a `pool_worker` or both. The class
+and its configuration decide. How a finished prefill becomes a hold:
 
     vLLM's scheduler  request_finished_all_groups -> Producing.finished, which orders the hold
                       build_connector_meta, which sends a step's orders to all workers
     each worker       bind_connector_metadata -> FerryWorker.start -> ProducerRank.open_hold
 
 With hand-over and pool, a request with a ticket is loaded from the engine that prefilled it; any
-other is looked up in the pool. So a prefill engine loads what the pool has, computes the rest,
-saves it, and hands all of it over; the decode engine takes the hand-over, and saves what it adds.
+other request is looked up in the pool. A prefill engine loads what the pool has, computes and saves
+the rest, and hands over the whole prompt. The decode engine loads it, and saves what it adds.
 
-Failures: a request that cannot be handed over is computed where it is; a load that fails is
-reported to vLLM, whose `kv_load_failure_policy` decides. That policy is `recompute` here unless
-`fail` was set by hand (`choose_policy`); with a pool it is always `recompute`.
+Failures: a decode engine computes a prompt that cannot be handed over. A load that fails is
+reported to vLLM, whose `kv_load_failure_policy` decides. That policy is `recompute` here unless the
+operator set `fail` (`choose_policy`); with a pool it is always `recompute`.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ log = logging.getLogger("kvferry")
 
 # vLLM's NIXL connectors take prefills and decodes in every `kv_role`, so their stand-ins do.
 ROLELESS: tuple[Style, ...] = ("nixl", "push")
-LOOKUP_SECONDS = 0.005  # that a step which computes nothing waits for a lookup: most take 1 to 4 ms
-# Where workers of in-tree decode engines would connect. It is no address: they fail at once, and
-# log it, where they would wait eight minutes for a server that does not answer them.
+LOOKUP_SECONDS = 0.005  # a step that computes nothing waits for a lookup; most take 1 to 4 ms
+# Workers of in-tree decode engines connect to this address. It is invalid, so they fail at once and
+# log it. A valid one would keep them waiting eight minutes for an answer.
 NOT_FOR_OTHERS = "kvferry://run kvferry's connector on both sides"
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hands KV caches over between engines of any shape, and keeps them in a pool if asked to."""
 
-    STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: there is the pool alone
+    STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: only the pool
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the one that it stands in for
+    IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the in-tree one it replaces
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -109,7 +109,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         fails = self._parent is not None and self._parent.kv_load_failure_policy == "fail"
         meant = pool is None and names_policy(sys.argv)
         if fails and not meant and vllm_config.parallel_config.rank == 0:
-            log.warning(  # it is not ours to change: a sibling may rely on it
+            log.warning(  # we do not change it, because a sibling may rely on it
                 "a request ends when its KV cache cannot be loaded, because "
                 "kv_load_failure_policy is 'fail'; set it to 'recompute' beside MultiConnector"
             )
@@ -118,8 +118,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if pool is not None:
             self._make_pool(pool, schedules)
         if schedules and self.STYLE in ROLELESS:
-            # vLLM's scheduler reads the role after it has made its connector. Where requests load,
-            # it keeps blocks that a step in flight may still write.
+            # vLLM's scheduler reads the role after it has made its connector. In a consumer it
+            # delays the reuse of blocks that a step in flight may still write.
             vllm_config.kv_transfer_config.kv_role = "kv_both"
 
     def _make_handover(self, extra: dict[str, Any], schedules: bool) -> None:
@@ -148,7 +148,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         config = PoolConfig.read(extra, **self.POOL_DEFAULTS)
         if transfer.kv_load_failure_policy == "fail":
-            # A block that a cache lost is computed; that is no reason to end a request. Under a
+            # A request must not end because a cache lost a block: the block is computed. Under a
             # MultiConnector this is a copy that vLLM does not read.
             transfer.kv_load_failure_policy = "recompute"
             if not schedules and self._parent is None and self.STYLE is not None:
@@ -173,13 +173,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, and nothing worse."""
+        """Not for the pool: a dropped save is only a later miss."""
         return self.STYLE is not None and bool(super().requires_kv_delivery)
 
     # In the scheduler's process: requests
 
     def on_new_request(self, request: Any) -> None:
-        """Every request, shared or not, is named and has its adapter noted before all else."""
+        """First of all, name every request's media and note its adapter, shared or not."""
         self._prompts.name_media(request)
         self._adapters.ask(request)
         if self.handover is not None:
@@ -195,7 +195,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         if self.handover is not None:
             count, later = self.handover.consuming.matched(request, num_computed_tokens)
-            if count and self.pool is not None:  # its producer has saved this already
+            if count and self.pool is not None:  # the producer has saved these tokens
                 self.pool.elsewhere(request, num_computed_tokens + count)
             if count != 0 or self.pool is None:
                 return count, later
@@ -223,7 +223,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over: whether its blocks stay, and what goes into its response."""
+        """A request is over. Returns whether its blocks stay, and fields for its response."""
         if self.pool is not None:
             self.pool.finished(request, block_ids)
         if self.handover is None:
@@ -248,7 +248,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.pool is not None:
             pool = self.pool.step(scheduler_output)
             if idle and self.pool.pool.wait_for_lookup(LOOKUP_SECONDS):
-                idle = False  # the request of that lookup may be scheduled now: no time to lose
+                idle = False  # do not wait in this step: that request can be scheduled next
         return FerryMetadata(handover, pool, idle, queueing, step)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -264,13 +264,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.pool.reported(report, received)
 
     def has_pending_block_frees(self) -> bool:
-        """Not for the pool's pins: vLLM would wait for a store that may hang, where it can preempt.
-        Pinned blocks are just not there, until they are released."""
+        """Whether vLLM should wait for blocks instead of preempting. Blocks that the pool pins do
+        not count: vLLM would wait for a store that may hang."""
         return self.handover is not None and self.handover.producing.moving
 
     def has_pending_push_work(self) -> bool:
-        """Keeps an idle engine stepping until its workers have heard all orders and told all. vLLM
-        asks in every mode, not only in push mode; for held blocks it steps by itself."""
+        """Whether an idle engine must step on, because orders or reports are under way. vLLM asks
+        in every mode, not only in push mode. It steps for held blocks anyway."""
         waits = self.handover is not None and self.handover.waits_for_a_step
         waits = waits or (self.pool is not None and self.pool.waits_for_a_step)
         return waits or not self._described
@@ -279,7 +279,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.pool.take_events() if self.pool is not None else ()
 
     def reset_cache(self) -> bool:
-        """Weights were replaced, or the operator wants a clean start."""
+        """vLLM calls this when weights were replaced, or when an operator clears the caches."""
         if self.pool is not None:
             self.pool.reset()
         if self.handover is not None:
@@ -291,7 +291,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Under a MultiConnector they are a sibling's; ours come with the workers' first step."""
+        """Under a MultiConnector this brings only a sibling's; ours come with the first step."""
         ours = [told for told in metadata.values() if isinstance(told, FerryHandshake)]
         if ours and self._policy:
             log.info(self._policy)
@@ -299,7 +299,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._hear(ours, alone=True)
 
     def _hear(self, handshakes: Iterable[FerryHandshake], *, alone: bool) -> None:
-        """Workers' descriptions: when all are there, the engine is known."""
+        """Collect the workers' descriptions. Once all are there, the engine is described."""
         if self._described:
             return
         for handshake in handshakes:
@@ -349,17 +349,17 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             part.register(place, described, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """A MultiConnector passes on the first child's only: under one, in-tree children get it."""
+        """None under a MultiConnector: it passes on one child's only, so in-tree ones get that."""
         return self._handshake if self._parent is None else None
 
     @property
     def _handshake(self) -> FerryHandshake | None:
-        """How this worker describes itself; None before it does, and of most replicas."""
+        """This worker's description; None before `register_kv_caches`, and of later replicas."""
         part = self.worker or self.pool_worker
         return part.handshake if part is not None else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin a step's orders before vLLM launches it: the device need not compute it first."""
+        """Begin a step's orders before vLLM launches the step, so that they do not wait for it."""
         super().bind_connector_metadata(connector_metadata)
         step = connector_metadata
         assert isinstance(step, FerryMetadata)
@@ -377,7 +377,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Saves begin after the step, but may copy this layer before its end."""
+        """Saves begin after the step is launched, and may copy this layer before the step ends."""
         if self.pool_worker is None:
             return
         step = self._get_connector_metadata()
@@ -403,7 +403,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.pool_worker.take_invalid() if self.pool_worker is not None else set()
 
     def build_connector_worker_meta(self) -> FerryReport | None:
-        """What ended since the last step; under a MultiConnector, a description comes first."""
+        """What ended since the last step. Under a MultiConnector, the first report also has this
+        worker's description."""
         report = FerryReport()
         for part in (self.worker, self.pool_worker):
             if part is not None:
@@ -458,8 +459,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 #
 #     {"kv_connector": "MooncakeConnector", "kv_connector_module_path": "kvferry.vllm", …}
 #
-# The classes have names of their own, and `kvferry.vllm` calls them by the in-tree ones too: vLLM
-# takes special measures for connectors *named* like its own, which are not for ours.
+# The classes have names of their own, because vLLM treats connectors that are *named* like its own
+# in special ways. `kvferry.vllm` also exports them under the in-tree names.
 
 
 class FerryNixlConnector(FerryConnector):
@@ -470,7 +471,7 @@ class FerryNixlConnector(FerryConnector):
 
 
 class FerryNixlPushConnector(FerryNixlConnector):
-    """For NixlPushConnector: as above, or both engines know each other by the request's id."""
+    """For NixlPushConnector: as above, or both engines get the request at once, with one id."""
 
     STYLE: ClassVar[Style | None] = "push"
 
@@ -495,16 +496,16 @@ class FerryMooncakeStoreConnector(FerryPoolConnector):
     IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = STORE_METRICS
 
 
-plugin.register()  # also where the package's entry points are not installed
+plugin.register()  # in case the package's entry points are not installed
 
 
 def choose_policy(transfer: Any, wanted: str | None, arguments: Sequence[str]) -> str:
     """Compute what cannot be loaded, unless the operator wants such requests to fail. Returns a
-    line for the log where that was not the operator's choice.
+    line for the log if the operator chose neither.
 
-    vLLM's configuration does not tell its default, `fail`, from a choice. So a choice is what the
-    process was started with, or our own key. vLLM's scheduler reads the policy after it has made
-    its connector. Under a MultiConnector, `transfer` is a copy that vLLM does not read.
+    vLLM's configuration does not show whether `fail` was chosen or is its default. So a choice is
+    one that the process's arguments name, or our own key. vLLM's scheduler reads the policy after
+    it has made its connector. Under a MultiConnector, `transfer` is a copy that vLLM does not read.
     """
     if wanted is not None:
         transfer.kv_load_failure_policy = wanted
@@ -523,12 +524,13 @@ def names_policy(arguments: Iterable[str]) -> bool:
 
 
 class FerryScheduler:
-    """The hand-over in the scheduler's process: prefills that leave (`producing`), prefills that
-    come (`consuming`), the next step's `orders`, and this engine as others see it.
+    """The hand-over in the scheduler's process: prefills for other engines (`producing`), prefills
+    from other engines (`consuming`), the next step's `orders`, and how others find this engine.
 
-    Others see its directory, which is reachable from the start and answers when the workers have
-    described themselves; its entry in a bootstrap; and its incarnation, which changes when vLLM
-    resets its caches (new weights, sleep): all holds are withdrawn, all tickets void.
+    Others find it by its directory or its entry in a bootstrap. The directory is reachable from the
+    start, and describes the engine once the workers have described themselves. The incarnation
+    changes when vLLM resets its caches (new weights, sleep): that withdraws all holds and voids all
+    tickets.
     """
 
     def __init__(self, parts: HandoverParts, vllm_config: Any, family: Family, index: int) -> None:
@@ -559,7 +561,7 @@ class FerryScheduler:
             self.producing.told_too = {
                 "dcp_size": parallel.decode_context_parallel_size,
                 "transfer_mode": "push" if parts.style == "push" else "pull",
-                # only of blocks that a decode engine keeps, which kvferry does not offer
+                # for blocks that a decode engine keeps, which kvferry does not offer
                 "remote_blocks_expiry_time": None,
             }
         self.producing.loads_here = lambda: self.consuming.busy
@@ -585,19 +587,19 @@ class FerryScheduler:
 
     @property
     def waits_for_a_step(self) -> bool:
-        """Whether an idle engine should step: workers have something to hear, or to tell."""
+        """Whether an idle engine should step, because orders or tickets wait for it."""
         return self.parts.orders.pending or self.consuming.unsettled
 
     def described(self, engine: EngineInfo, ranks: list[RankInfo], *, alone: bool) -> None:
         """All workers have described themselves.
 
-        Under a MultiConnector, vLLM's scheduler reads the MultiConnector's role, which no child can
-        change: a child that was not to load does not.
+        `alone`: not under a MultiConnector. Under one, vLLM's scheduler reads the MultiConnector's
+        role, which no child can change. So a child loads only if its role says so.
         """
         if not alone:
             self._consumes = self._loads_by_role
         self._described = (engine, ranks)
-        engine = self._publish()  # a reset may have come first
+        engine = self._publish()  # there may have been a reset since
         self._rendezvous.introduce(engine)
         self._renewer.introduce(engine)
         self.consuming.described_as(read_model(engine), read_shape(engine))
@@ -612,7 +614,7 @@ class FerryScheduler:
         return engine
 
     def reset(self) -> None:
-        """vLLM forgets all its caches: every ticket of this engine is void."""
+        """Void all tickets of this engine, because vLLM drops its caches."""
         self.consuming.reset()
         self.producing.incarnation = self.parts.orders.incarnation = after_reset(self._first)
         self.parts.orders.withdrawals += [hold.hold_id for hold in self.parts.orders.holds]
@@ -622,8 +624,8 @@ class FerryScheduler:
         log.info("kvferry: engine %s is reset: tickets from before are void", self.engine_id)
 
     def _open_bootstrap(self, parallel: Any) -> Bootstrap | Registration:
-        """Where Mooncake-style proxies ask. The first data-parallel rank's serves all, or the first
-        of each host where every host has a front door of its own."""
+        """The bootstrap that Mooncake-style proxies ask. The first data-parallel rank serves all
+        ranks, or those of its host if every host has its own API server."""
         config, local = self.config, parallel.local_engines_only
         first = not (parallel.data_parallel_rank_local if local else self._dp_rank)
         if first and not config.bootstrap_server:

@@ -3,18 +3,20 @@
 
 A request arrives with a ticket, or with the name of a producer that got it at the same time. Its
 tokens count as external, and an asynchronous load is ordered when vLLM has allocated blocks.
-However the request ends, every source hears one last word: from the load, or `not needed`.
+However the request ends, every source gets one last word: from the load, or `not needed`.
 
-A ticket that cannot be for its request is given back, and the prompt is computed here; the log says
-so, and a metric counts it once, by reason. So is the ticket of a producer that has dropped what a
-load would fill (windows, in smaller blocks than here): an engine with windows asks for the
-producer's shape before it promises anything. A load that failed is not tried again: the request is
-matched no more, and vLLM's `kv_load_failure_policy` decides. The same holds after a preemption.
+A ticket that cannot be for its request is given back, and the prompt is computed here. The log says
+so, and a metric counts it once, by reason. The same happens if the producer has dropped blocks that
+a load would fill (windows, in smaller blocks than here). So an engine with windows asks for the
+producer's shape before it promises vLLM any tokens. A load that failed is not tried again: the
+request is not matched again, and vLLM's `kv_load_failure_policy` decides. A request that was
+preempted is not matched again either.
 
 Block pressure (docs/protocol.md has the argument). A request gets blocks for a load only when its
-prompt is computed at its producer: until then vLLM is told to ask again, and the request owns
-nothing. An engine that stands still, though requests with tickets queue, while it holds prompts
-for others gives way: one ticket goes back to its producer, and its prompt is computed here.
+producer has computed its prompt. Until then vLLM is told to ask again, and the request owns no
+blocks. Two engines that hold prompts for others may wait for each other's blocks. So an engine that
+holds prompts and stands still, although requests with tickets queue, gives one ticket back to its
+producer and computes that prompt itself.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from kvferry.vllm.producing import HandoverParts, PrefillCut
 
 log = logging.getLogger("kvferry")
 
-SIBLING_SECONDS = 1.0  # samples of one request arrive together; the last within this
-QUESTIONS = 3  # that may go before a request's own, each as long as one may take
+SIBLING_SECONDS = 1.0  # the samples of one request arrive within this time
+QUESTIONS = 3  # an answer may take as long as this many questions: others may be asked first
 # An engine that computes nothing and loads nothing, with holds of its own and tickets in its queue,
-# gives one ticket back after this long. A fetch, or a router that passes a ticket on, takes
+# gives one ticket back after this long. Fetching a hold, or passing a ticket on, takes
 # milliseconds.
 STANDSTILL_SECONDS = 0.5
 MOST_FOUND = 64  # producers looked for in one step: the digest of a long prompt takes a moment
@@ -57,18 +59,19 @@ class Consuming:
     rendezvous: Rendezvous
     renewer: Renewer
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
-    # Tickets that several requests may come with (`n > 1`), by hold: when each is given back,
-    # unless another request needs it then.
+    # Tickets that several requests may share (`n > 1`), by hold, and when each is given back if no
+    # request needs it then.
     _leaving: dict[str, tuple[Ticket, float]] = field(default_factory=dict)
     _unfound: list[Appointment] = field(default_factory=list)  # of requests that are over
-    # Requests whose producer is not found. vLLM asks for no match while its slots are taken.
+    # Requests whose producer is not found. `settle` looks for it too, because vLLM asks for no
+    # match while its slots are taken.
     _seeking: dict[str, Any] = field(default_factory=dict)
-    _described: bool = False  # whether this engine's workers have said what they have
+    _described: bool = False  # whether this engine's workers have described themselves
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
 
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
-        """This engine. With windows, not every prompt of every shape can be loaded."""
+        """Set this engine's description. With windows, not every shape can be loaded from."""
         self._described = True
         if any(group.residency.kind in ("window", "chunk") for group in model.groups):
             self._windows = model, shape
@@ -97,7 +100,7 @@ class Consuming:
     def _ask(
         self, request: Any, wanted: _Wanted, question: Callable[..., bool], *more: Any
     ) -> bool:
-        """The answer to a question about a request; False also where it is computed here."""
+        """The answer to a question about a request; False also if it is to be computed here."""
         try:
             return question(request, wanted, *more)
         except ComputeHere as refusal:
@@ -117,7 +120,7 @@ class Consuming:
     # Questions: each returns whether the answer is there, or raises `ComputeHere`
 
     def _arrived(self, request: Any, wanted: _Wanted) -> bool:
-        """Whether a new request has a ticket, which fits it."""
+        """Whether a new request has a ticket; raises if the ticket does not fit the request."""
         params = request.kv_transfer_params
         marked = params.get(MARK)
         if isinstance(marked, dict) and "not_held" in marked:
@@ -222,7 +225,7 @@ class Consuming:
             raise ComputeHere("lora", wanted.lora.unknown)
         if not wanted.digest:
             wanted.digest = adapted(request_digest(request), adapter)
-            # without a ticket that came with it, the producer's ranks compare
+            # if the request named a producer instead, the producer's ranks compare digests
             if wanted.appointment is None and wanted.ticket.digest != wanted.digest:
                 why = (
                     "its ticket is for another prompt, or its LoRA adapter "
@@ -234,7 +237,7 @@ class Consuming:
     def _kept(self, wanted: _Wanted, computed: int) -> bool:
         """Whether the producer still has all blocks that a load would fill."""
         if self.parts.cut.windows and not self._described:
-            return False  # under a MultiConnector, workers do so with their first step
+            return False  # under a MultiConnector, workers describe themselves in the first step
         assert wanted.ticket is not None
         if self._windows is None or computed >= wanted.ticket.tokens:
             return True
@@ -254,7 +257,7 @@ class Consuming:
             raise ComputeHere("not found", f"{wanted.ticket.directory} did not answer in time")
         return False
 
-    # What becomes of a request
+    # The rest of a request's life
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
         wanted = self._wanted.get(request.request_id)
@@ -277,8 +280,8 @@ class Consuming:
                 external,
                 wanted.matched,
             )
-            # Other positions than those that vLLM counts on must not be filled. vLLM waits for
-            # a load, so one is ordered that fails and tells its source: it has no block to fill.
+            # Only the positions that vLLM expects may be filled. vLLM waits for a load, so this
+            # orders one without blocks, which fails and tells its source.
             tables, skip = tuple(() for _ in tables), 0
         self.parts.stats.observe("queue_seconds", time.monotonic() - wanted.arrived)
         self.parts.spans.begin(
@@ -299,7 +302,7 @@ class Consuming:
         )
 
     def received(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
-        """Loads that all workers have ended, well or not."""
+        """All workers have ended the loads of these requests, good or failed."""
         for request_id in request_ids:
             self.parts.spans.end("load", request_id, "failed" if request_id in failed else "")
             wanted = self._wanted.get(request_id)
@@ -327,7 +330,7 @@ class Consuming:
                 self._through(wanted)
 
     def reset(self) -> None:
-        """Tickets from before are void: what queues is computed here, what loads is given up."""
+        """Void all tickets: queued requests are computed here, loads under way are given up."""
         for request_id, wanted in self._wanted.items():
             if not wanted.over:
                 if wanted.loading:
@@ -337,7 +340,7 @@ class Consuming:
                     self._through(wanted)
 
     def _through(self, wanted: _Wanted) -> None:
-        """A request needs its ticket no more, and is not matched again."""
+        """Give up a request's ticket, and never match the request again."""
         wanted.over = True
         if wanted.ticket is None:
             if wanted.appointment is not None:
@@ -354,12 +357,12 @@ class Consuming:
 
     @property
     def unsettled(self) -> bool:
-        """Whether `settle` will have something to do though no request comes."""
+        """Whether `settle` has work left even if no request comes."""
         return bool(self._unfound) or bool(self._leaving)
 
     @property
     def busy(self) -> bool:
-        """Whether requests that came for a remote prefill live here, loaded or not."""
+        """Whether this engine has requests that asked for a remote prefill, loaded or not."""
         return bool(self._wanted)
 
     @property
@@ -368,10 +371,10 @@ class Consuming:
         return any(not one.over and not one.loading for one in self._wanted.values())
 
     def give_way(self, *, still: bool) -> None:
-        """Once a step. `still`: it computes nothing, and this engine holds prompts for others.
+        """Called once a step. `still`: it computes nothing, and this engine holds prompts.
 
-        If nothing loads either, what queues here waits for blocks that others must fetch first, and
-        those may wait for blocks that they hold for us.
+        If nothing loads either, the queued requests wait until other engines fetch what this one
+        holds, and those engines may do the same.
         """
         live = [(name, one) for name, one in self._wanted.items() if not one.over] if still else []
         queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
@@ -387,7 +390,7 @@ class Consuming:
             self._through(self._wanted[queued[0]])
 
     def settle(self) -> None:
-        """Once a step: find producers, and give back tickets that no request needs."""
+        """Called once a step: find producers, and give back tickets that no request needs."""
         now = time.monotonic()
         for request_id, request in list(islice(self._seeking.items(), MOST_FOUND)):
             del self._seeking[request_id]
@@ -433,7 +436,7 @@ class _Wanted:
     asked: float | None = None  # when its producer's shape was asked for first
     ready: bool = True  # its prompt is computed at the producer
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
-    loading: bool = False  # a load was ordered: its last word is the load's
+    loading: bool = False  # a load was ordered, and will send the last word
     over: bool = False  # loaded, failed or not needed: never matched again
 
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache as ours: model, shape, layout and meaning of what a worker registered.
+"""Describes the cache that a vLLM worker registered: model, shape, layout and meaning.
 
-- The model: target layers are described from the model's configuration, over all stages, and
-  checked against the specs that vLLM made. A draft model's layers are described from their specs:
-  they come after the target's, or under another name, and are numbered by themselves. vLLM runs
-  them on the last stage, which tells the others of them.
-- The layout: outer strides come from the tensors, interiors from the attention backend that each
-  layer runs.
-- The meaning: settings that decide cached values for equal tokens. Two engines must agree on all of
-  them; they compare them at a handshake, and the pool's namespace holds them. Settings that only
-  change where values lie, or how they are rounded on the way (backends, kernels, sizes of batches),
-  are no part of it: engines of any shape are to share.
+- The model: target layers of all stages are described from the model's configuration, and checked
+  against the specs that vLLM made. A draft model's layers are described from their specs. vLLM
+  numbers them after the target's layers or gives them another prefix; here they have numbers of
+  their own. vLLM runs them on the last stage, which describes them to the other stages.
+- The layout: outer strides come from the tensors, interiors from each layer's attention backend.
+- The meaning: settings that decide the cached values of equal tokens. Two engines must agree on all
+  of them. They compare them at a handshake, and they are part of the pool's namespace. Settings
+  that only change where values lie or how they are rounded (backends, kernels, sizes of batches)
+  are not part of the meaning, so that engines of any shape can share.
 
-Where configuration and specs differ, the cache is refused at start. A backend's pages of unknown
+If configuration and specs differ, the cache is refused at start. Pages of a backend with an unknown
 layout move as opaque pages.
 """
 
@@ -36,20 +35,21 @@ from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.pool.weights import hub_snapshot
 
-# Backends that keep [K | V] of one head and slot side by side, in the order that is registered.
+# Backends that keep [K | V] of one head and slot side by side, in the order of the registered axes.
 JOINED = """
 FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION CPU_MLA AMX_MLA TRITON_MLA FLASHMLA FLASH_ATTN_MLA
 FLASHINFER_MLA CUTLASS_MLA
 """
 CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 # Keys of a model's configuration that do not change what its cache means. Some models write their
-# engine's `max_model_len` there; `rope_factors` says what depends on it.
+# engine's `max_model_len` there; `rope_factors` covers what depends on it.
 IRRELEVANT = """
 _name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
 """
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LLAMA4 = "llama4_text"
-# vLLM's: longer contexts make Llama 4 weigh attention by position, unless a file says otherwise
+# vLLM's threshold: with longer contexts, Llama 4 tunes attention by position, unless the generation
+# configuration decides
 LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 
@@ -83,7 +83,7 @@ def describe_worker(
 ) -> Described:
     """Describe what this worker registered, or refuse it with the reason.
 
-    tp  ranks that the cache is cut over, where that is not vLLM's tensor parallel size
+    tp  ranks that the cache is cut over, if that is not vLLM's tensor parallel size
     """
     target, drafts = split_layers(vllm_config, kv_cache_config, rank.pp)
     layers = vllm_config.compilation_config.static_forward_context
@@ -95,7 +95,7 @@ def describe_worker(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
         drafts, draft_pages = from_last_stage((drafts, draft_pages))
-        if rank.pp < stages - 1:  # where a layer of the target may have a draft's name
+        if rank.pp < stages - 1:  # here a layer of the target may have the same name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
     model, keys = cache_model(vllm_config, kv_cache_config, target, drafts)
@@ -160,7 +160,7 @@ def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
 
 
 def from_last_stage(told: Any) -> Any:
-    """What the last stage calls it with. Every worker calls it at the same point of its start."""
+    """The last stage's argument. Every worker must call this at the same point of its start."""
     from vllm.distributed import get_pp_group
 
     group = get_pp_group()
@@ -172,7 +172,7 @@ def _interior(layer: Any) -> str:
     if backend == "CPU_ATTN":
         isa = getattr(layer, "isa", "")
         return CPU_ISA.get(isa, f"opaque:{backend}.{isa}")
-    # pages of two unknown backends need not hold the same
+    # two unknown backends may have different pages
     return "joined" if backend in JOINED.split() else f"opaque:{backend}"
 
 
@@ -190,7 +190,7 @@ def engine_shape(
     specs = [group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     kinds = {type(spec).__name__ for spec in specs if not is_state(spec)}  # on all stages
     windows = any(g.residency.kind in ("window", "chunk") for g in model.groups)
-    # a setting that all groups share is said once: a stage without some group must say the same
+    # a setting that all groups share is given once, so that a stage that lacks a group has the same
     interiors = {g: p.interior for g, p in pages.items()}
     alike = len(set(interiors.values())) == 1
     own = {g: p.block_size for g, p in pages.items() if p.block_size != cache.block_size}
@@ -213,7 +213,7 @@ def engine_shape(
         interior=next(iter(interiors.values())) if alike else "joined",
         interior_of=() if alike else tuple(sorted(interiors.items())),
         conv_order=_conv_order(model),
-        # without the hybrid manager every layer is a full one, and keeps all its blocks
+        # without the hybrid cache manager, every layer keeps all its blocks
         full_residency=windows and kinds <= {"FullAttentionSpec", "MLAAttentionSpec"},
         null_block=0,
     )
@@ -236,7 +236,7 @@ def _conv_order(model: CacheModel) -> Literal["DS", "SD"]:
 def split_layers(
     vllm_config: Any, kv_cache_config: Any, stage: int
 ) -> tuple[CacheModel, list[tuple[str, Any]]]:
-    """The target model's cache, and this worker's layers that are a draft model's."""
+    """The target model's cache, and those of this worker's layers that are a draft model's."""
     from vllm.distributed.utils import get_pp_indices
 
     config = vllm_config.model_config
@@ -253,7 +253,7 @@ def split_layers(
     if states:
         target = _with_rows(target, states[0])
     named = {name for _, name, _ in layer_specs(kv_cache_config)}
-    loaded = vllm_config.compilation_config.static_forward_context  # the target's come first
+    loaded = vllm_config.compilation_config.static_forward_context  # the target's layers are first
     prefix = next((_prefix(name) for name in loaded if name in named), "")
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if vllm_config.speculative_config is None or stage != stages - 1:
@@ -270,7 +270,7 @@ def split_layers(
 def cache_model(
     vllm_config: Any, kv_cache_config: Any, target: CacheModel, drafts: list[tuple[str, Any]]
 ) -> tuple[CacheModel, dict[str, LayerKey]]:
-    """The whole model's cache, and our name of each of this worker's layers, and of all drafts'."""
+    """The whole model's cache, and our keys of this worker's layers and of all draft layers."""
     others = {name for name, _ in drafts}
     keys = {
         name: _target_key(target, name)
@@ -295,7 +295,7 @@ def _prefix(name: str) -> str:
 
 
 def _target_key(model: CacheModel, name: str) -> LayerKey:
-    """By ordinal and role, never by position."""
+    """Our key of a target layer, found by its ordinal and role, never by its position."""
     ordinal, role = _ordinal(name), "indexer" if ".indexer." in name else "target"
     groups = [g.name for g in model.groups if ordinal in g.layers and g.role == role]
     if len(groups) != 1:
@@ -307,7 +307,7 @@ def _target_key(model: CacheModel, name: str) -> LayerKey:
 
 
 def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
-    """Convolution states with the rows that the engine keeps: more with speculation."""
+    """Set the rows of convolution states; an engine with speculation keeps more."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     rows = int(spec.shapes[0][-1 if is_conv_state_dim_first() else 0])
@@ -325,7 +325,7 @@ def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
 def draft_groups(
     vllm_config: Any, drafts: list[tuple[str, Any]]
 ) -> tuple[list[Group], dict[str, LayerKey]]:
-    """A draft model's layers, numbered among themselves, and by what they keep."""
+    """A draft model's layers, with numbers of their own, in one group per window."""
     speculative = vllm_config.speculative_config
     config = speculative.draft_model_config
     heads = int(config.get_total_num_kv_heads())
@@ -350,7 +350,7 @@ def draft_groups(
             parts = tuple(Component(c, heads, (d,), size, content=content) for c, d in dims.items())
         known = groups.get(group)
         if known is not None and known.components != parts:
-            raise DescriptionError(f"draft layer {name!r} keeps other things than those before it")
+            raise DescriptionError(f"draft layer {name!r} has other components than the first")
         layers = (*(known.layers if known else ()), number)
         residency = Residency("window", span) if span else Residency()
         groups[group] = Group(group, layers, parts, residency, role="draft")
@@ -359,7 +359,7 @@ def draft_groups(
 
 
 def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer: str) -> None:
-    """What vLLM made must be what the configuration promised."""
+    """Require that vLLM's spec of a layer matches the model's configuration."""
     if group.is_state:
         _require_state(group, shape, rank, spec, layer)
         return
@@ -377,7 +377,7 @@ def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer:
 
 
 def _require_state(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer: str) -> None:
-    """Convolution states first, then the others, each as large as its sections are on this rank."""
+    """Require convolution states, then the others, each with the size of this rank's sections."""
     expected = {"conv": 0, "other": 0}
     for c in group.components:
         kind = "conv" if c.name.startswith("conv_") else "other"
@@ -399,28 +399,28 @@ def draft_cache_dtype(vllm_config: Any) -> str:
 
 
 def _identity(config: Any, target: Any) -> str:
-    """A model's name, a digest of its configuration, and what else decides what it computes."""
+    """A model's name, a digest of its configuration, and settings that change its values."""
     text = config.hf_text_config.to_dict()
     words = [_last_name(str(config.model)), configuration_digest(text)]
-    words += [rope_factors(text, told) for told in (target, config)]  # vLLM asks either, by method
+    words += [rope_factors(text, told) for told in (target, config)]  # vLLM uses either, by method
     words.append(str(config.quantization or ""))
     return " ".join(filter(None, words))
 
 
 def loaded_length(config: Any) -> int:
-    """`max_model_len` as layers saw it: one that is fitted to memory (-1) is cut after loading."""
+    """`max_model_len` when layers were made. If it is fitted to memory (-1), vLLM cuts it later."""
     if getattr(config, "original_max_model_len", None) == -1:
         return int(config.get_and_verify_max_len(-1))
     return int(config.max_model_len)
 
 
 def rope_factors(text: Mapping[str, Any], config: Any) -> str:
-    """Of LongRoPE, which factors an engine uses for all its tokens; empty for any other kind.
+    """Which LongRoPE factors an engine uses for all its tokens; empty without LongRoPE.
 
-    vLLM takes the long ones where requests may grow longer than what the model was trained on
-    first, so that keys of the same tokens differ between engines of one model.
+    vLLM uses the long factors if requests may be longer than the model's original length. So two
+    engines of one model may cache different keys for the same tokens.
 
-    config  whose length counts
+    config  the model whose `max_model_len` decides
     """
     told, key = text.get("rope_parameters") or text.get("rope_scaling") or {}, ORIGINAL_LENGTH
     kinds = [told, *(kind for kind in told.values() if isinstance(kind, Mapping))]
@@ -438,7 +438,7 @@ def configuration_digest(text: Mapping[str, Any]) -> str:
 
 
 def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
-    """What must be equal on two engines for their bytes to mean the same."""
+    """Settings that must be equal on two engines for their bytes to mean the same."""
     config = vllm_config.model_config
     text = config.hf_text_config.to_dict()
     told = {
@@ -463,13 +463,13 @@ def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, 
 
 
 def _last_name(model: str) -> str:
-    """Of a path or of a Hub's name; a snapshot in the Hub's cache has its repository's."""
+    """The last part of a path or Hub name. A snapshot in the Hub's cache has its repository's."""
     snapshot = hub_snapshot(Path(model))
     return (snapshot[0] if snapshot else model).rstrip("/").rsplit("/", 1)[-1]
 
 
 def _temperature(config: Any) -> str:
-    """Whether Llama 4 tunes its attention. vLLM decides it anew, in a copy of the configuration."""
+    """Whether Llama 4 tunes its attention. vLLM decides this in a copy of the configuration."""
     told = {**config.try_get_generation_config(), **config.override_generation_config}
     tuned = told.get("attn_temperature_tuning")
     if tuned is None:
@@ -478,13 +478,13 @@ def _temperature(config: Any) -> str:
 
 
 def _quantization(config: Any) -> str:
-    """How weights are quantized while they are loaded, where a method's name does not tell."""
+    """A digest of how weights are quantized at load time, if the method's name does not tell."""
     told = getattr(config, "quantization_config", None)
     return configuration_digest({"told": repr(told)}) if told else ""
 
 
 def _media(config: Any) -> str:
-    """How images and the like are processed: their names are hashes of the input alone."""
+    """A digest of how media are processed. vLLM's names of media are hashes of the input alone."""
     options = getattr(config, "multimodal_config", None)
     if options is None:
         return ""
@@ -494,14 +494,14 @@ def _media(config: Any) -> str:
         "pruned": options.video_pruning_rate
         and (options.video_pruning_rate, options.video_pruning_method),
         "encoder dtype": options.mm_encoder_attn_dtype,
-        # of the text's configuration they are in its digest, of an encoder's here only
+        # overrides of the text model are in its digest; those of an encoder only here
         "overrides": overrides if isinstance(overrides, dict) else None,
     }
     return configuration_digest(told) if any(told.values()) else ""
 
 
 def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """fp8 values mean something only together with their layers' scales."""
+    """The scales of an fp8 cache, without which its bytes have no meaning; else empty."""
     dtypes = [str(vllm_config.cache_config.cache_dtype)]
     if vllm_config.speculative_config is not None:
         dtypes.append(draft_cache_dtype(vllm_config))
@@ -529,7 +529,7 @@ def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def group_spec(spec: Any) -> Any:
-    """One of a group's specs; those of states are alike."""
+    """One of a group's specs. All specs of states in a group are alike."""
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
@@ -547,18 +547,18 @@ def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class CacheRank:
-    """Where a worker stands when prefill context parallelism (pcp) is on.
+    """A worker's rank, as the planner sees it, with or without prefill context parallelism (pcp).
 
-    vLLM lays its ranks out as pp, pcp, tp. What pcp does to the cache depends on decode context
-    parallelism (dcp), as vLLM's configuration says:
+    vLLM lays its ranks out as pp, pcp, tp. The effect of pcp on the cache depends on decode context
+    parallelism (dcp):
 
-    - dcp 1: every pcp rank keeps the whole cache of its tp rank. They are replicas, which load all
-      of it; block sizes stay as they are. Into a pool they write in turns. In a hand-over, decode
-      engines read the first one.
-    - dcp = pcp, or tp x pcp: tokens are shared out over the pcp ranks of a tp rank (and over tp).
-      To the planner, pcp ranks are then tp ranks, next to each other, and blocks cover dcp times
-      the tokens. That is right where all tp ranks keep the same heads (latents); other caches are
-      refused when the registered tensors do not fit the description.
+    - dcp 1: every pcp rank keeps the whole cache of its tp rank. The pcp ranks are replicas: each
+      loads all of it, and block sizes do not change. Replicas take turns to write into a pool. In a
+      hand-over, decode engines read the first replica.
+    - dcp = pcp, or tp x pcp: the pcp ranks of a tp rank share the tokens (and so do the tp ranks).
+      To the planner, pcp ranks are then neighbouring tp ranks, and a block covers dcp times the
+      tokens. That is right if all tp ranks keep the same heads (latents). Other caches are refused,
+      because the registered tensors do not fit the description.
     """
 
     rank: Rank
@@ -585,7 +585,7 @@ def cache_rank(parallel_config: Any, pp: int, tp: int, pcp: int) -> CacheRank:
 
 
 def this_place(parallel_config: Any) -> CacheRank:
-    """Where the worker of this process stands."""
+    """The rank of this process's worker."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
     from vllm.distributed.parallel_state import get_pcp_group
 

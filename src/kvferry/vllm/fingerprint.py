@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt is known by: only prompts that are known by their whole content are shared.
+"""Names of prompts by their content. Only prompts that have such a name are shared.
 
 A cache is found by the tokens of its prompt, with LoRA, salt, and a digest of each image or other
-medium (`request_digest`). Where these do not tell all of it, two prompts would look alike, so the
-request is computed here and kept to this engine (`Prompts.unfit`):
+medium (`request_digest`). If these do not cover the whole prompt, two prompts could look alike. So
+such a request is computed here, and its cache stays in this engine (`Prompts.unfit`):
 
 - embeddings in place of tokens have no name;
-- a session (`resumable`) gets more of its prompt, also images, after it was looked at;
-- media whose processed data the scheduler's process does not have cannot be hashed.
+- a session (`resumable`) gets more of its prompt, also images, after kvferry has seen it;
+- media cannot be hashed if the scheduler's process does not have their processed data.
 
-vLLM's own names of media are not digests. A client may name an image (`uuid`), and vLLM takes that
-for the image's hash, also where it is the hash of another image. So kvferry hashes the processed
+vLLM's own names of media are not digests. A client may name an image (`uuid`), and vLLM takes the
+name for the image's hash, even if it is the hash of another image. So kvferry hashes the processed
 data itself (`content`). That alone is not enough: vLLM finds blocks and outputs of its encoder by
-those names, and what it finds is then saved, or handed over, like what it computes. Therefore every
-request's media get new names (`name_media`) before the scheduler looks at the request. They are
-made from the content with a key of this process, so no client can work them out: vLLM does not show
-us media that come later in a session, and those keep the names that they came with.
+those names, and kvferry saves or hands over what vLLM finds. Therefore every request's media get
+new names (`name_media`) before the scheduler looks at the request. The names are made from the
+content with a key of this process, so that no client can guess them. This matters for media that
+come later in a session: vLLM does not show them to kvferry, and they keep their clients' names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prompts:
         return cls()
 
     def unfit(self, request: Any) -> str:
-        """Why a request's cache cannot be shared; empty where it can."""
+        """Why a request's cache cannot be shared, or an empty text."""
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             return "its prompt holds embeddings, which have no name"
         if getattr(request, "resumable", False):
@@ -73,7 +73,7 @@ class Prompts:
         return ""
 
     def name_media(self, request: Any) -> None:
-        """Let vLLM know a request's media by their content. Every request must come here first."""
+        """Rename a request's media by their content. Call this first for every request."""
         features = getattr(request, "mm_features", None)
         if not features or self.media_unseen:
             return
@@ -88,8 +88,8 @@ class Prompts:
 
 
 def request_digest(request: Any) -> str:
-    """A digest of what the prompt's cache depends on: tokens, images, salt. With LoRA it still
-    lacks the adapter's files, which `adapted` adds, and equals that of no prompt without LoRA."""
+    """A digest of what the prompt's cache depends on: tokens, images, salt. With LoRA, it differs
+    from that of any prompt without LoRA, and `adapted` adds the adapter's files."""
     extra = []
     if getattr(request, "lora_request", None) is not None:
         extra.append("lora")
@@ -101,14 +101,14 @@ def request_digest(request: Any) -> str:
 
 
 def adapted(digest: str, adapter: str) -> str:
-    """The digest of a prompt, with that of the adapter that computes it."""
+    """The digest of a prompt together with that of its adapter."""
     if not adapter:
         raise ValueError("an adapter that is not shared has no digest")
     return prompt_digest((), (digest, f"lora {adapter}"))
 
 
 def content(feature: Any) -> str:
-    """A digest of an image or other medium, as the model gets it; empty where it is not known."""
+    """A digest of an image or other medium as the model gets it; empty if it cannot be made."""
     data, where = feature.data, feature.mm_position
     if data is None:
         return ""
@@ -118,7 +118,7 @@ def content(feature: Any) -> str:
         number = id(data)
         known = (weakref.ref(data, lambda _: _hashed.pop(number, None)), _digest(parts))
         _hashed[number] = known  # vLLM keeps processed media: each is hashed once while it does
-    # Of the placeholders' tokens, `is_embed` tells which the medium replaces.
+    # `is_embed` says which of the placeholder tokens the medium replaces.
     mask = "all" if where.is_embed is None else _digest(where.is_embed)
     if not known[1] or not mask:
         return ""
@@ -135,7 +135,7 @@ def _name(feature: Any, lora: str) -> str:
 def _digest(value: Any) -> str:
     """A digest of nested lists of arrays and plain values; empty if it holds anything else.
 
-    It is also empty without a single array: in vLLM's shared memory an item is an address.
+    It is also empty if there is no array: in vLLM's shared memory an item is an address.
     BLAKE3, which vLLM needs too, takes 8 ms for 25 MB, an image of a million pixels or more.
     """
     import torch

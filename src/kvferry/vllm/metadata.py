@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and the workers of one engine tell each other through vLLM, step by step.
+"""Messages between the scheduler and the workers of one engine, which vLLM carries in every step.
 
 The scheduler sends one `FerryMetadata` with every step, the same for all workers. Each worker may
 answer with a `FerryReport`; vLLM adds up the reports of all workers. Orders have a `handover` and a
@@ -37,7 +37,7 @@ class HandoverOrders:
 
     @property
     def pending(self) -> bool:
-        """Whether workers must hear of it, also where there is nothing to compute."""
+        """Whether workers must get these orders, even in a step that computes nothing."""
         return any(vars(self).values())
 
     def take(self) -> HandoverOrders:
@@ -51,8 +51,8 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     handover: HandoverOrders | None = None
     pool: PoolOrders | None = None
     idle: bool = False  # the step computes nothing
-    queueing: bool = False  # requests wait for what others must do first
-    step: int = 0  # its number; only the hand-over counts
+    queueing: bool = False  # requests wait for a prefill elsewhere, or for blocks
+    step: int = 0  # the step's number; 0 without a hand-over
 
 
 @dataclass
@@ -67,7 +67,7 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class FerryReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What ended since the last step, on one worker, then on all workers together."""
+    """What ended since the last step, on one worker or, aggregated, on all."""
 
     handshakes: list[FerryHandshake] = field(default_factory=list)  # under a MultiConnector, once
     closed: dict[str, str] = field(default_factory=dict)  # how holds ended, by request
@@ -90,5 +90,5 @@ class FerryReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def worse(one: str, other: str | None) -> str:
-    """Of two ends of one hold, on two ranks."""
+    """The worse of two ranks' ends of one hold."""
     return one if other is None else max(one, other, key=ENDS.index)

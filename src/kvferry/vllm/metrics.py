@@ -34,20 +34,20 @@ log = logging.getLogger("kvferry")
 
 PREFIX = "vllm:kvferry_"
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-# Why a request that asked for a remote prefill was not loaded. Comments: the part to look at.
+# Why a request that asked for a remote prefill was not loaded. Comments: where to look.
 ComputedHere = Literal[
     "no ticket",  # the proxy, or another connector on the prefill engine
     "bad ticket",  # the proxy changed it, or the engines' versions or models differ
     "another prompt",  # the proxy: chat template, truncation
     "not held",  # the prefill engine: its `requests_not_held` says why
     "not allowed",  # `peers` or the secret
-    "not found",  # the prefill engine is gone, or not reachable, or not known where it was named
+    "not found",  # the prefill engine is gone or not reachable, or the bootstrap does not know it
     "unfit",  # the request itself: embeddings, a session, media without names
-    "lora",  # other files of its adapter, or it is not known which were loaded
+    "lora",  # the adapter's files differ, or the files that were loaded are not known
     "shape",  # the prefill engine drops blocks of windows that this engine would fill whole
     "gave way",  # block pressure: two engines may have waited for each other's blocks
-    "reset",  # this engine's caches were, while the request waited
-    "error",  # of ours; the log has the traceback
+    "reset",  # this engine's caches were reset while the request waited
+    "error",  # a fault of kvferry; the log has the traceback
 ]
 
 
@@ -61,14 +61,14 @@ HISTOGRAMS: Mapping[str, str] = {
 COUNTERS: Mapping[str, str] = {
     "loads": "Loads that ended well, by rank",
     "bytes": "Bytes of KV cache loaded, all ranks",
-    "zeroed_bytes": "Bytes of draft layers zeroed, which the prefill engine has not, all ranks",
+    "zeroed_bytes": "Bytes zeroed in draft layers that the prefill engine lacks, all ranks",
     "descriptors": "Copies that loads were made of, all ranks",
 }
 LEVELS: Mapping[str, str] = {
     "holds_open": "Finished requests whose blocks are kept for a consumer",
     "held_blocks": "Blocks that those requests keep",
     "claims_parked": "Claims that wait for a prefill to finish, all ranks",
-    "loads_abandoned": "Loads that are over and not reported: bytes of theirs may still arrive",
+    "loads_abandoned": "Loads that ended but are not reported: their bytes may still arrive",
     "blocks_quarantined": "Blocks that abandoned loads keep",
     "pool_blocks_quarantined": "Blocks that a store may still write, of loads that were given up",
 }
@@ -76,8 +76,8 @@ LEVELS: Mapping[str, str] = {
 
 class ByReason(NamedTuple):
     meaning: str
-    line: str  # before a reason, in the line of log
-    reasons: tuple[str, ...]  # that show from the start
+    line: str  # comes before a reason in the line of log
+    reasons: tuple[str, ...]  # those that are exposed from the start
 
 
 BY_REASON: Mapping[str, ByReason] = {
@@ -112,9 +112,9 @@ class InTreeMetric(NamedTuple):
     """A metric of one of vLLM's own connectors, for dashboards that were made for it."""
 
     meaning: str
-    of: str  # of ours: the name it has in `FerryStats.data`
-    reasons: tuple[str, ...] = ()  # that count; none: all
-    field: str = ""  # of a `StoreOperation`: labels are the operation and its status
+    of: str  # the statistic that feeds it, by its name in `FerryStats.data`
+    reasons: tuple[str, ...] = ()  # only these are counted; none: all
+    field: str = ""  # of a `StoreOperation`; the labels are the operation and its status
     buckets: tuple[float, ...] = ()  # of a histogram, as vLLM has them; none: it is a counter
 
     def amounts(self, told: Any) -> list[tuple[tuple[str, ...], float]]:
@@ -174,7 +174,7 @@ STEPS: Mapping[str, tuple[str, ...]] = {  # of a load, by the names in `Loaded.s
 
 @dataclass
 class FerryStats(KVConnectorStats):  # type: ignore[misc]
-    """What one interval brought, by name of the metric. vLLM sends `data` between processes.
+    """The statistics of one interval, by name of the metric. vLLM sends `data` between processes.
 
     A histogram has a list of observations, a counter a number, or numbers by reason. Levels (holds
     open now) are under `levels`, by reporter. The sum goes over reporters, and a reporter's later
@@ -241,7 +241,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line of log: what an operator looks at first."""
+        """One line of log, with what an operator looks at first."""
         line = self._loads() if self.data.keys() - {"pool", "pool_operations", "levels"} else {}
         for name, counter in BY_REASON.items():
             told = sorted(self.data.get(name, {}).items())
@@ -305,7 +305,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             names = [*labelnames, *label]
             metric = make(name=PREFIX + name, documentation=meaning, labelnames=names, **options)
             self._exposed.metrics[name] = metric
-            for values in per_engine_labelvalues.values():  # it shows from the start
+            for values in per_engine_labelvalues.values():  # so that it is exposed at once
                 if not label:
                     metric.labels(*values)
                 for reason in reasons:
@@ -326,8 +326,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._beside, self._labelnames = beside, labelnames
 
     def _make_beside(self, name: str, like: InTreeMetric) -> Any:
-        """One of vLLM's own names beside ours, made at the first report. Not sooner: under a
-        MultiConnector vLLM's own connector may take it, and Prometheus takes a name once."""
+        """A metric under vLLM's own name, or None if another connector has that name. It is made at
+        the first report, because Prometheus takes a name once: under a MultiConnector, vLLM's own
+        connector may need it."""
         make = self._histogram_cls if like.buckets else self._counter_cls
         options = {"buckets": like.buckets} if like.buckets else {}
         labels = [*self._labelnames, *(("operation", "status") if like.field else ())]
@@ -337,7 +338,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             log.info("kvferry: %s is another connector's: %s", name, error)
             return None
         for values in () if like.field else self.per_engine_labelvalues.values():
-            metric.labels(*values)  # it shows from the start
+            metric.labels(*values)  # so that it is exposed at once
         return metric
 
     def _observe_beside(self, data: Mapping[str, Any], values: list[object]) -> None:
@@ -356,7 +357,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._observe_beside(transfer_stats_data, values)
         for name, told in transfer_stats_data.items():
             if name in ("load_bytes", "load_descriptors", "pool_operations"):
-                continue  # for vLLM's names alone
+                continue  # these feed only vLLM's names
             if name == "levels":
                 last.update(told)
                 for gauge, level in levels(last).items():
@@ -377,13 +378,13 @@ class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Exposed:
-    """Metrics that children of a MultiConnector share: Prometheus takes a name once.
+    """Metrics that children of a MultiConnector share, because Prometheus takes a name once.
 
-    vLLM makes a logger's metrics in one go, each child's by a call with the same label values.
-    Another logger unregisters the metrics of the one before, and has label values of its own.
+    vLLM makes all metrics of a logger together, with one call per child and the same object of
+    label values. A new logger unregisters the metrics of the one before it, and has another object.
     """
 
-    labelvalues: Any  # kept, so that no later logger's have the same id
+    labelvalues: Any  # kept, so that no later logger's object has the same id
     metrics: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, Any] = field(default_factory=dict)  # by vLLM's name; None: another's
     levels: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)  # last, by engine

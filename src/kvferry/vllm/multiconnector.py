@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connectors of ours as children of vLLM's MultiConnector.
 
-A MultiConnector hands on only its first child's handshake metadata, and raises if two children put
-the same key into a response. vLLM tells a child nothing of its siblings. So kvferry finds out:
+A MultiConnector passes on only its first child's handshake metadata, and raises if two children put
+the same key into a response. vLLM tells a child nothing about its siblings. So kvferry finds out:
 
 - Children of ours know each other (`Family`): vLLM gives all children of one MultiConnector the
   same description of the cache. Exactly one child of ours takes a request: a request with a
   transfer id goes to the child in Mooncake style, any other to the first child of another style.
 - A worker reads the names of all children in the engine's configuration (`Siblings`), which vLLM
-  makes available while it creates a worker's connector. A scheduler cannot see that configuration.
-  It hears from its workers what it must know.
+  makes available while it creates a worker's connector. A scheduler cannot see that configuration,
+  so its workers report what it needs.
 - A worker under a MultiConnector describes itself by worker metadata, which MultiConnector keeps
-  apart for each child, and leaves the handshake metadata to in-tree siblings. So handshake metadata
-  of ours reaches a scheduler only where its connector is alone.
-- Beside a connector that speaks in responses too, the ticket is one key, `kvferry`, and no other.
+  apart for each child, and leaves the handshake metadata to in-tree siblings. So a scheduler gets
+  handshake metadata of ours only if its connector is alone.
+- If a sibling puts keys into responses too, all of the ticket lies under the one key `kvferry`.
 - Children see a new request one after another, and some in-tree ones shorten its prompt. Ours does
-  not hold what another has cut (`Producing.accept`): it must come before them.
+  not hold a prompt that another child has cut (`Producing.accept`), so it must be listed first.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FerryMooncakeStoreConnector FerryPoolConnector
 DecodeBenchConnector ExampleConnector FlexKVConnectorV1 HF3FSKVConnector MooncakeConnector
 MooncakeStoreConnector OffloadingConnector SimpleCPUOffloadConnector
 """
-# Connectors that shorten a prompt which is to be handed over, if none has done so before, by one
-# token, for states. NIXL's do so by as many tokens as we do, also for drafters that read ahead.
+# Connectors that cut one token off a prompt to be handed over, for states, if it is not cut yet.
+# NIXL's connectors cut as many tokens as kvferry does, also for drafters that read ahead.
 CUTTING_ONE = ("MooncakeConnector", "MoRIIOConnector")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Family:
-    """The connectors of ours in one engine, all of one role. It lives as long as one of them."""
+    """Our connectors in one process of an engine. It lives as long as one of them."""
 
     cache: Any = None  # kept, so that its id is not used again while the family lives
     styles: list[Style] = field(default_factory=list)  # of its connectors, in order
@@ -59,7 +59,7 @@ class Family:
         return len(self.styles) - 1
 
     def takes(self, index: int, params: Mapping[str, Any]) -> bool:
-        """Whether a request is this connector's to answer."""
+        """Whether this connector takes a request with these parameters."""
         if len(self.styles) < 2:
             return True
         by_id = bool(params.get("transfer_id"))
@@ -72,14 +72,14 @@ _families: WeakValueDictionary[tuple[Any, int], Family] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """The children of a worker's MultiConnector that hand over, if at all, by other means."""
+    """Those children of a worker's MultiConnector that are not hand-over connectors of ours."""
 
     others: tuple[str, ...] = ()
     ahead: bool = False  # whether one of the others sees a request before this child does
 
     @classmethod
     def of(cls, index: int) -> Siblings | None:
-        """Of the connector with this number of those in a `Family`; None: it is alone."""
+        """The siblings of the connector with this number in its `Family`; None: it is alone."""
         transfer = multiconnector()
         if transfer is None:
             return None
@@ -97,8 +97,8 @@ class Siblings:
 
 
 def multiconnector() -> Any:
-    """The transfer configuration of the engine whose worker creates its connector now, if that is
-    a MultiConnector's; else None."""
+    """The engine's transfer configuration, if it is a MultiConnector's; else None. Only a worker
+    sees it, while vLLM creates the worker's connector."""
     engine = get_current_vllm_config_or_none()
     transfer = engine.kv_transfer_config if engine is not None else None
     if transfer is None:
@@ -108,8 +108,8 @@ def multiconnector() -> Any:
 
 
 def _children(transfer: Any) -> list[type]:
-    """The classes of a MultiConnector's children, in order; those of a MultiConnector among them in
-    its place."""
+    """The classes of a MultiConnector's children, in order. A MultiConnector among them is replaced
+    by its own children."""
     classes: list[type] = []
     for fields in transfer.kv_connector_extra_config["connectors"]:
         child = KVTransferConfig(**fields)
@@ -119,12 +119,12 @@ def _children(transfer: Any) -> list[type]:
 
 
 def _style(cls: type) -> Style | None:
-    """How a connector of ours hands over; None: it does not, or is not ours."""
+    """The hand-over style of a connector; None: it has no hand-over, or is not ours."""
     style: Style | None = getattr(cls, "STYLE", None)
     return style
 
 
 def _name(cls: type) -> str:
-    """A class's own name, or that of the connector whose subclass it is, where that matters."""
+    """The name of a class, or of its base class in `CUTTING_ONE`."""
     names = [one.__name__ for one in cls.__mro__]
     return next((name for name in names if name in CUTTING_ONE), names[0])

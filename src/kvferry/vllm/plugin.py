@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm.general_plugins` entry point: our classes and our log lines, in every process of vLLM.
+"""A `vllm.general_plugins` entry point: registers our classes and our logger in all vLLM processes.
 
 MultiConnector rebuilds its children's statistics through vLLM's registry of connectors, by class
 name. With the entry point, `kv_connector: FerryConnector` needs no module path either.

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine's requests: which are held for a consumer, under what name, and for how long.
 
-A request that ends with its prompt computed (at its length, at a stop token, at a repetition: its
-cache is valid in each case) is held, and its ticket goes into the response. It is not held, and the
-response says so, when that would keep more than `max_held_blocks` (by default half of the cache:
-prefills that are never fetched leave the rest to others; a lone prompt may be longer), when its
-transfer id was used before, when nothing tells its prompt from others (see `fingerprint`), or when
-its LoRA adapter has no digest (see `pool.weights`). Consumers that got the request at the same time
-know the hold by a name (see `bootstrap`) and may ask for it already; so a named request that is
-aborted, or not held, is withdrawn at all ranks, and those consumers hear of it at once.
+A request is held if it ends with its prompt computed: at its length, at a stop token, or at a
+repetition. Its ticket goes into the response. A request is not held, and the response says so, if
+
+- its blocks would exceed `max_held_blocks`. By default this is half of the cache, so that prefills
+  that are never fetched leave the rest to others; a lone prompt may be longer;
+- its transfer id was used before;
+- its prompt cannot be told from others (see `fingerprint`);
+- its LoRA adapter has no digest (see `pool.weights`);
+- another connector has cut its prompt (see `PrefillCut`).
+
+Consumers that got the request at the same time know the hold by a name (see `bootstrap`) and may
+already ask for it. If such a request is aborted or not held, all ranks withdraw the hold, and these
+consumers hear of it at once.
 """
 
 from __future__ import annotations
@@ -41,10 +46,10 @@ CUT_BEFORE = (
     "`connectors`"
 )
 MOST_NAMES = 65_536  # transfer ids remembered, to refuse those that come again
-# Of the cache, that finished requests may keep where nothing is configured: prefills that are never
-# fetched pin no more. Nothing in a request names its client, so all clients share it.
+# The share of the cache that finished requests may keep by default. Requests do not name their
+# clients, so all clients share it.
 HELD_SHARE = 0.5
-# Held blocks are worth waiting for, rather than preempting a request, while holds come and go.
+# If a hold came or went within this time, vLLM waits for held blocks instead of preempting.
 MOVING_SECONDS = 1.0
 
 
@@ -55,11 +60,11 @@ class Producing:
     incarnation: str
     shape: tuple[int, int]  # tp, pp
     port: int  # of the directory
-    # Until workers have told what stands beside this connector, it may be any.
+    # These two are safe with any siblings, until the workers have named this connector's.
     flat: bool = False  # whether tickets may use in-tree names
     second: bool = True  # whether a sibling sees requests before us
     told_too: Mapping[str, Any] = field(default_factory=dict)  # in-tree fields of flat answers
-    loads_here: Callable[[], bool] = lambda: False  # whether requests with a ticket live here
+    loads_here: Callable[[], bool] = lambda: False  # whether this engine has requests with tickets
     step: int = 0  # number of the last step that was scheduled
     held: dict[str, int] = field(default_factory=dict)  # blocks, by request
     held_blocks: int = 0
@@ -69,7 +74,7 @@ class Producing:
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
 
     def accept(self, request: Any) -> None:
-        """A prompt to hand over. The digest covers the whole prompt; prefill may stop earlier."""
+        """Note a prompt to hand over. Its digest covers all of it; the prefill may stop earlier."""
         request_id = request.request_id
         if request_id in self._accepted:
             return
@@ -83,7 +88,7 @@ class Producing:
             self.parts.cut.stop_short(request)
 
     def scheduled(self, request_ids: Iterable[str]) -> int:
-        """A step with these requests: its number."""
+        """Count a step with these requests. Returns the step's number."""
         self.step += 1
         for request_id in self._accepted.keys() & request_ids:
             self._accepted[request_id].step = self.step
@@ -92,7 +97,7 @@ class Producing:
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A prefill is over: whether its blocks stay, and what goes into its response."""
+        """A prefill is over. Returns whether its blocks stay, and fields for its response."""
         accepted = self._accepted.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.parts.style)
@@ -166,11 +171,11 @@ class Producing:
         return True, told
 
     def _over_limit(self, blocks: int) -> str:
-        """Why so many more may not be held; empty where they may."""
+        """Why so many more blocks may not be held, or an empty text."""
         limit, which = self.parts.config.max_held_blocks, "max_held_blocks"
         if limit is None:
-            # A lone prompt may be longer than that: it would never be handed over. But beside
-            # requests that load here, it could wait for an engine that waits for this one.
+            # A lone prompt may be longer, or it would never be handed over. But if requests load
+            # here too, this engine and another one could wait for each other's blocks.
             lone = not self.held_blocks and not self.loads_here()
             limit = 0 if lone else int(HELD_SHARE * self.parts.cut.cache_blocks)
             which += f", by default a share of the cache of {HELD_SHARE:g}"
@@ -184,7 +189,7 @@ class Producing:
     def _unheld(
         self, reason: str, message: str, awaited: str | None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Say why nothing is kept; a consumer that reads it computes the prompt itself."""
+        """Keep nothing, and say why in the response. Its consumer then computes the prompt."""
         self.parts.stats.count("requests_not_held", reason)
         log.warning("a prefill is not held for a consumer: %s", message)
         if awaited is not None:
@@ -195,12 +200,12 @@ class Producing:
         return False, told
 
     def closed(self, ends: Mapping[str, str]) -> None:
-        """How some workers' parts of holds ended, by request."""
+        """Note how holds ended on some workers, by request."""
         for request_id, why in ends.items():
             self._ends[request_id] = worse(why, self._ends.get(request_id))
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Holds that all workers have closed: their blocks are free."""
+        """All workers have closed the holds of these requests, so their blocks are free."""
         for request_id in request_ids:
             if why := self._ends.pop(request_id, ""):
                 self.parts.stats.count("holds_closed", why)
@@ -230,7 +235,7 @@ class _Accepted:
 
 
 def completed(request: Any) -> bool:
-    """Whether the prompt was computed whole: an aborted request has nothing to hand over."""
+    """Whether the whole prompt was computed. An aborted request has nothing to hand over."""
     from vllm.v1.request import RequestStatus
 
     return request.status in (
@@ -256,21 +261,20 @@ class HandoverParts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCut:
-    """How far a prefill goes, and which blocks of it count.
+    """How far a prefill goes, and which of its blocks are handed over.
 
-    Recurrent states have no positions. A decode engine that gets the state after all of a prompt
-    could not compute the prompt's last token (to sample from) without applying it twice. So the
-    prefill stops one token short, and the decode engine computes that token itself. Drafters that
-    read ahead (several MTP modules) want more. A state lives in one block: the last of its table,
-    but for the blocks behind it in which speculation tries things out.
+    Recurrent states have no positions. A decode engine has to compute the last token of a prompt,
+    to sample from it. If it got the state after the whole prompt, it would apply that token twice.
+    So the prefill stops one token short. Drafters that read ahead (several MTP modules) need more
+    tokens held back. A state is in one block: the last of its table that is not for speculation.
 
-    In-tree connectors do the same. Under a MultiConnector a prompt must be cut once: the connector
-    that cuts marks the request, as in-tree connectors do among themselves. Our tickets are for
-    whole prompts, so a prompt that another connector has cut is not held.
+    In-tree connectors cut prompts too. Under a MultiConnector a prompt must be cut only once, so
+    the connector that cuts it marks the request. Our tickets are for whole prompts, so a prompt
+    that another connector has cut is not held.
     """
 
-    held_back: int = 0  # tokens of a prompt that the decode engine computes
-    # of each table: blocks for speculation behind a state; None where tokens are kept, not a state
+    held_back: int = 0  # last tokens of a prompt, which the decode engine computes
+    # by table: blocks for speculation behind the state; None: the table is not of a state
     scratch: tuple[int | None, ...] = ()
     cache_blocks: int = 0  # of this engine; 0: not known
     windows: bool = False  # whether layers drop blocks that no later token reads
@@ -287,17 +291,18 @@ class PrefillCut:
         return cls(held_back, scratch, blocks, windows)
 
     def require_fellows(self, siblings: Siblings) -> None:
-        """Refuse siblings whose decode engines count on more tokens than are computed here."""
+        """Refuse siblings whose decode engines expect more tokens than this engine computes."""
         other = sorted(set(siblings.others) & set(CUTTING_ONE))
         if self.held_back > 1 and other:
             raise DescriptionError(
-                f"of this model's prompts the last {self.held_back} tokens are left to decode "
-                f"engines, and {', '.join(other)} leaves one at most: their decode engines would "
-                "take what was computed for more than it is. Do not run both in one engine"
+                f"kvferry leaves the last {self.held_back} tokens of this model's prompts to "
+                f"decode engines, and {', '.join(other)} leaves one at most: their decode "
+                "engines would count on tokens that were not computed. Do not run both in one "
+                "engine"
             )
 
     def tables(self, block_ids: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-        """A request's block tables, those of states cut down to the one block that counts."""
+        """A request's block tables. Tables of states have only the block of the state."""
         tables = tuple(tuple(ids) for ids in block_ids)
         if not self.scratch:
             return tables
@@ -314,8 +319,8 @@ class PrefillCut:
         del request._all_token_ids[-self.held_back :]
         request.num_prompt_tokens -= self.held_back
         request.max_tokens = 1
-        request.kv_transfer_params[CUT] = True  # siblings leave it at that
-        request.block_hashes.clear()  # of blocks that may not be whole any more
+        request.kv_transfer_params[CUT] = True  # so that siblings do not cut it again
+        request.block_hashes.clear()  # the last block may not be whole any more
         request.update_block_hashes()
 
     def tokens(self, request: Any) -> int:
@@ -323,5 +328,5 @@ class PrefillCut:
         return max(0, int(request.num_prompt_tokens) - self.held_back)
 
     def reaches_too_far(self, tokens: int, prompt_tokens: int) -> bool:
-        """Whether what was prefilled leaves this engine less to compute than it must."""
+        """Whether so many prefilled tokens leave this engine too few to compute."""
         return tokens > prompt_tokens - self.held_back

@@ -41,9 +41,9 @@ from kvferry.vllm.multiconnector import Siblings
 
 log = logging.getLogger("kvferry")
 
-# While requests wait for their caches, or finished ones' blocks are held, and nothing else runs,
-# vLLM's steps spin. A step that computes nothing waits this long for a load to end or a hold to
-# close, and leaves the processors to others; a new request waits as long, at most.
+# vLLM steps without a pause while requests wait for their caches or finished ones' blocks are held.
+# A step that computes nothing waits until a load ends or a hold closes, at most this long, and
+# leaves the processors to other threads. A new request is delayed by no more than this.
 IDLE_STEP_SECONDS = 0.002
 
 
@@ -61,7 +61,7 @@ class FerryWorker:
         self._index, self._siblings = index, siblings
         self._place = CacheRank(Rank(0, 0), 1)
         self._stats, self._levels = FerryStats(), {"claims_parked": 0}
-        self._unread: set[str] = set()  # requests whose hold is another replica's
+        self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
         self._carriers: list[Carrier] = []
@@ -71,7 +71,7 @@ class FerryWorker:
         self._idle = self._queueing = False
         self._wakeup = Wakeup()
         self._ready = WhenReady(gpu=False)
-        self._written_late = False  # whether steps after a prompt's last may write into its blocks
+        self._written_late = False  # see `written_late`
 
     def register(
         self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
@@ -135,7 +135,7 @@ class FerryWorker:
             offered(memory),
         )
         if place.replica:
-            return  # of replicas the first describes all: it is the one that others read
+            return  # the first replica describes them all; consumers read only that one
         beside = self._siblings or Siblings()
         self.handshake = FerryHandshake(  # for the scheduler: this worker, and what is beside it
             msgspec.msgpack.encode(engine),
@@ -153,11 +153,11 @@ class FerryWorker:
     ) -> None:
         """Pass a step's orders on to the threads, before vLLM launches that step.
 
-        Steps before it may still write into blocks that a load gets, so the load waits until the
-        device has finished them. Blocks of a hold are final: the scheduler has seen the token that
-        was sampled after them. Those that may be `written_late` wait for the last step that writes
-        into them, not for the steps queued since. If the device failed, loads fail, and holds that
-        waited are closed as they open.
+        Earlier steps may still write into the blocks of a load, so the load waits until the device
+        has finished them. The blocks of a hold are final, because the scheduler has seen the token
+        sampled after them. If they may be `written_late`, the hold waits for the last step that
+        writes into them, but not for the steps queued since. If the device fails, loads fail, and
+        waiting holds are closed as they open.
         """
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
@@ -165,8 +165,8 @@ class FerryWorker:
         self._idle, self._queueing = idle, queueing
         spare = self._place.replica > 0
         if spare:
-            # vLLM frees a request's blocks on all workers, when all have reported: the first
-            # replica's hold keeps them, and is the only one that others know
+            # vLLM frees a request's blocks once all workers have reported it. So the first
+            # replica's hold keeps them everywhere, and the other replicas report at once.
             self._unread.update(hold.request_id for hold in orders.holds)
 
         def produce(error: str) -> None:
@@ -251,10 +251,10 @@ class FerryWorker:
 
 
 def written_late(model: CacheModel) -> bool:
-    """Whether steps after a prompt's last may write into what is read of its blocks.
+    """Whether a prompt's blocks may be written after the token that follows it is sampled.
 
-    A draft model computes after the token is sampled. States, rings and entries of several tokens
-    are written in place.
+    A draft model computes after sampling. States, rings and entries of several tokens are written
+    in place.
     """
     return any(
         group.role == "draft" or group.residency.kind in ("state", "ring") or group.partial_entries
@@ -276,13 +276,13 @@ def _log_load(loaded: Loaded) -> None:
 
 
 def gpu_of(kv_caches: Mapping[str, Any]) -> int | None:
-    """The number of the GPU that holds the cache's tensors; None where the host does."""
+    """The number of the GPU that holds the cache's tensors; None: they are in host memory."""
     found = [t.device.index or 0 for t in kv_caches.values() if t.device.type == "cuda"]
     return found[0] if found else None
 
 
 def memory_of(regions: Sequence[MemoryRegion], gpu: bool) -> Memory:
-    """What gathers, scatters and zeroes the cache's memory."""
+    """The cache's memory, to be gathered, scattered and zeroed."""
     if not gpu:
         return HostMemory(regions)
     from kvferry.carriers.cuda.staging import DeviceMemory
@@ -295,9 +295,9 @@ def cache_carriers(
 ) -> list[Carrier]:
     """The carriers that were configured, with the cache registered, in order of preference.
 
-    On a GPU, `local` is `cuda`, and `tcp` stages. One that cannot take this memory (CUDA IPC does
-    not share what an allocator of virtual memory made) is left out, if another can. A library that
-    was named must work; an optional one is left out with a warning.
+    On a GPU, `local` is `cuda`, and `tcp` stages. A carrier of ours that cannot take the GPU's
+    memory is left out if another can: CUDA IPC cannot share allocations of virtual memory. A
+    library that was named must work; an optional one is left out with a warning.
     """
     wanted, gpu = config.carriers, number is not None
     if gpu:
@@ -308,7 +308,7 @@ def cache_carriers(
         if chosen.why_not:
             left_out.append(f"{chosen.name}: {chosen.why_not}")
             continue
-        # as reachable as the engine's directory, and no more
+        # carriers listen at the directory's address, and nowhere else
         host = config.host or "127.0.0.1"
         options: dict[str, Any] = {"secret": config.secret, "host": host}
         if config.peers:
