@@ -436,8 +436,8 @@ def look_at_host(name: str, host: str, everywhere: bool) -> None:
         )
     if everywhere or not is_loopback(host):
         log.warning(
-            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-            "write the caches registered here, whether or not there is a shared secret",
+            "the %s carrier's data plane has no authentication: any process that reaches %s can "
+            "read and write the caches registered here, with or without the shared secret",
             name,
             "any address of this machine" if everywhere else host,
         )

@@ -6,7 +6,7 @@ their authentication, and how an end moves a frame's bytes are in frames.py. A t
 connections of its own (`Streams`), from a small pool per peer (`TcpPeer`). So a transfer is
 cancelled by closing them, and transfers do not wait for each other. A batch is cut into frames that
 the server's limits allow. A few connections share the frames: one asks, gathers or scatters while
-another one's bytes are on their way. A frame to be read is asked for while the frame before it
+another one's bytes are on their way. A read requests its next frame while the frame before it
 arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
