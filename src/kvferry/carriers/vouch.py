@@ -8,8 +8,8 @@ memory asks the owner first, on a socket that only processes of this user can op
     reader  -> owner   SHA-256 of the endpoint, as it was received
     owner   -> reader  YES if one of its open carriers made exactly that endpoint, else NO
 
-The kernel says which process answered, and which user runs it (`SO_PEERCRED`). So the endpoint
-comes from the process whose memory it names.
+The kernel says which process answered, and which user runs it (`SO_PEERCRED`). So the content of
+the endpoint comes from that process itself.
 
 Each process has one such socket while it has such carriers, and one thread that answers. Sockets
 lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.

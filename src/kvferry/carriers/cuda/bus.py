@@ -62,7 +62,7 @@ PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for e
 DIRECT_BYTES = 32 << 10  # of one row; copies of 64 KiB rows reach 50 GB/s of 55, of 16 KiB rows 37
 COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # if the direct way needs more copies, a kernel is cheaper
 GAP_BYTES = 32 << 20  # copied to the host between two gaps; a token waits at most 0.6 ms
-EARLY_BYTES = 32 << 20  # objects of at least so many bytes copy early what is final early
+EARLY_BYTES = 32 << 20  # a batch of at least so many bytes copies early runs early
 SCRATCH_BYTES = 16 << 20  # for sums; enough to hash 256 MiB together
 # A save uses two lanes at a time, and so does each of two threads that load: while the objects of
 # one part cross, the next are queued. A save keeps its lanes while a step computes, so loads have
