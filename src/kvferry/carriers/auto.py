@@ -7,11 +7,11 @@ fastest first, until one that the peer offers too connects. The log says once pe
 was chosen, and which were ruled out and why.
 
     cuda             memory on a GPU
-    local            host memory, one host; only where the system permits it. Its own way over tcp
-                     is not taken while the tcp carrier itself can be used
-    nixl, mooncake   when their options are configured: nothing tells which devices and networks
-                     they should use. They come before tcp: someone configured them for a network
-                     that tcp lacks. Mooncake over TCP comes after it
+    local            host memory, one host; only where the system permits it. If `local` would fall
+                     back to tcp, the `tcp` carrier is used instead, where it connects
+    nixl, mooncake   only if the operator configured their options, which name devices and networks.
+                     They come before tcp, because they are configured for a network that tcp cannot
+                     use. Mooncake over TCP comes after tcp
     tcp              always
 """
 
@@ -43,7 +43,7 @@ LEAST_CONNECT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A carrier that is to be opened, or why not."""
+    """A carrier to open, or the reason not to open it."""
 
     name: str
     why_not: str = ""
@@ -52,7 +52,7 @@ class Selected:
 def select(
     asked: Sequence[str], *, device: bool = False, configured: Sequence[str] = ()
 ) -> list[Selected]:
-    """The carriers that `carriers` names, or those that "auto" opens and leaves out."""
+    """The carriers that `asked` names; for "auto" all carriers, some with a reason to leave out."""
     if list(asked) != [AUTO]:
         return [Selected(name) for name in asked]
     found = []
@@ -89,9 +89,9 @@ class Link(NamedTuple):
 def connect(
     offered: Mapping[str, bytes], carriers: Sequence[Carrier], deadline: float, who: str = "a peer"
 ) -> Link:
-    """The first of our carriers that the peer has and that reaches it; says which, and why."""
+    """Connect by the first of our carriers that the peer offers and that reaches it."""
     out: list[str] = []
-    held: Link | None = None  # reaches the peer, though not in its own way; `why` is the detour
+    held: Link | None = None  # a carrier that reaches the peer by tcp; `why` is the reason
     for number, carrier in enumerate(carriers):
         if carrier.name not in offered:
             out.append(f"{carrier.name}: the peer does not offer it")
@@ -102,7 +102,7 @@ def connect(
         except KvferryError as error:  # also a peer that does not know the secret
             out.append(f"{carrier.name}: {error}")
             continue
-        except Exception as error:  # a fault of that carrier's: the next one may do without
+        except Exception as error:  # a bug in that carrier; the next one may work
             log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
             out.append(f"{carrier.name}: {text_of(error)}")
             continue
@@ -123,7 +123,7 @@ def connect(
 
 
 def _until(deadline: float, others: int) -> float:
-    """Time for one carrier, so that some is left for the others."""
+    """The deadline of one attempt, which leaves time for the other carriers."""
     now = time.monotonic()
     left = deadline - now
     return now + max(left / 2, min(left, LEAST_CONNECT_SECONDS)) if others else deadline
@@ -136,7 +136,7 @@ def _say(who: str, carrier: Carrier, peer: Any, out: list[str], detour: str) -> 
     return Link(carrier, peer, why)
 
 
-# By name: a class, or its module and name for carriers that need a library of their own.
+# A class, or its module and name if the carrier needs another library.
 CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "local": LocalCarrier,
     "tcp": TcpCarrier,
@@ -152,7 +152,7 @@ REMOVED_OPTIONS = {  # configurations may still have them
 
 
 def make_carrier(name: str, **options: Any) -> Carrier:
-    """The carrier of that name; `options` are its constructor's."""
+    """Make the carrier of that name. `options` go to its constructor."""
     kind = CARRIERS.get(name)
     if kind is None:
         raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")

@@ -14,14 +14,14 @@ Addresses are absolute, each in the address space of the process that owns it. E
 must lie inside one region that the peer registered, and every local range inside one of this
 carrier's own. All ranges are checked before the first byte moves: by the peer for tcp, by the
 initiator for the others. *Done* means visible at the destination. Deadlines are absolute, on
-`time.monotonic()`. All errors of a transfer come from `wait`. The arrays must stay as they are
-until it has ended; its copies may be done in any order. A carrier whose `register` failed can only
-be closed.
+`time.monotonic()`. `wait` raises all errors of a transfer. The caller must not change the arrays
+until the transfer has ended. Its copies may be done in any order. A carrier whose `register` failed
+can only be closed.
 
-A transfer ends *abandoned* where it was given up and its bytes may still arrive: a library cannot
-take back a batch that it has begun, or a peer does not confirm. While `settled` is false, the
-memory is in use, and its owner must not give it to another request. Carriers that can come to this
-count it (`counters["abandoned"]`, and `abandoned_now` for those that still run).
+A transfer that was given up is *abandoned* if its bytes may still arrive: a library cannot take
+back a batch that it has begun, or a peer does not confirm the end. While `settled` is false, the
+memory is in use, and its owner must not give it to another request. Carriers count abandoned
+transfers (`counters["abandoned"]`), and those that still run (`abandoned_now`).
 
 One suite of tests (tests/transport/test_conformance.py) runs on all carriers.
 """
@@ -60,7 +60,7 @@ class TransferState(Enum):
 
 
 class Transfer(Protocol):
-    """A read or a write under way. Any method, from any thread, any number of times."""
+    """A read or a write under way. Any thread may call any method, any number of times."""
 
     def wait(self, deadline: float) -> None:
         """Return when done; raise the `TransferError` that ended it, or `DeadlineExceeded`."""
@@ -68,20 +68,20 @@ class Transfer(Protocol):
     def poll(self) -> TransferState: ...
 
     def settled(self) -> bool:
-        """Whether it has ended, and no byte of it arrives in this side's memory any more."""
+        """Whether it has ended, and no byte of it can still arrive in this process's memory."""
 
     def cancel(self) -> None:
-        """Give it up. Returns when no byte of it can arrive any more, or raises `DeadlineExceeded`
-        each time, while it is abandoned."""
+        """Give it up. Returns when no byte of it can still arrive. While it is abandoned, each call
+        raises `DeadlineExceeded`."""
 
 
 class Carrier(Protocol):
-    """All members are declared here. Carriers inherit the defaults of those that they lack."""
+    """All members of a carrier. Carriers inherit the defaults that they do not override."""
 
     name: str
     can_revoke: bool = False  # the owner of memory can stop a peer's writes: a `GrantingCarrier`
-    takes_strided: bool = False  # `read` and `write` take `StridedCopies`, and queue them elsewhere
-    flavour: str = ""  # of a carrier over a library: the protocol or backends that it uses
+    takes_strided: bool = False  # `read` and `write` queue `StridedCopies` on a device
+    flavour: str = ""  # the protocol or backends of a carrier over a library
 
     def register(self, regions: Sequence[MemoryRegion]) -> None: ...
     def endpoint(self) -> bytes: ...
@@ -97,7 +97,7 @@ class Carrier(Protocol):
         return self.submit(peer, copies, reading=False)
 
     def detour_to(self, peer: Any) -> str:
-        """Why this peer is reached by tcp instead; empty where it is not."""
+        """The reason why this peer is reached by tcp instead, or empty."""
         return ""
 
     @property
@@ -106,8 +106,8 @@ class Carrier(Protocol):
 
 
 class GrantingCarrier(Carrier, Protocol):
-    """A carrier whose owner of memory decides which ranges may be written, and until when: by peers
-    that were told an unguessable id."""
+    """A carrier by which the owner of memory grants ranges to writers, until it closes the grant. A
+    writer must know the grant's unguessable id."""
 
     can_revoke: bool = True
 
@@ -115,8 +115,8 @@ class GrantingCarrier(Carrier, Protocol):
         """Let peers that name the id write these ranges of registered memory."""
 
     def close_grant(self, grant: bytes, seconds: float) -> int:
-        """Bytes that were written under it; none arrives after this returns. Idempotent, also after
-        `DeadlineExceeded`: a writer did not leave the memory in time."""
+        """Close a grant, and return how many bytes were written under it. None arrives later.
+        `DeadlineExceeded` if a writer did not leave the memory in time: close it again."""
 
     def write_granted(self, peer: Any, copies: Copies, grant: bytes) -> Transfer: ...
 
@@ -129,40 +129,42 @@ class Memory(Protocol):
     """Registered memory of this process, by address. Several threads may call at once.
 
     Every method returns when it is done, and its bytes are visible to all users of that memory.
-    Ranges outside of the memory are `OutOfBounds`, and nothing is copied.
+    A range outside of the memory raises `OutOfBounds` before anything is copied.
     """
 
     is_staged: bool = False  # then it is a `StagedMemory`
     is_mixing: bool = False  # then it is a `checksum.MixingMemory`
 
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
-        """The runs, one after another, to the beginning of `into`."""
+        """Copy the runs, one after another, to the beginning of `into`."""
 
     def scatter(self, source: Bytes, address: Ints, length: Ints) -> None:
-        """The beginning of `source` to the runs, in their order."""
+        """Copy the beginning of `source` to the runs, in their order."""
 
     def zero(self, address: Ints, length: Ints) -> None: ...
 
     def close(self) -> None:
-        """Give back the buffers that it made for itself."""
+        """Free its own buffers."""
         return
 
 
 class StagedMemory(Memory, Protocol):
-    """A GPU's memory, which hands out chunks of staging memory, and works while one is used.
+    """A GPU's memory, reached through chunks of staging memory. While the caller uses one chunk,
+    the GPU works on others.
 
-    Chunks come in the order of the runs' bytes. Close the generator, also where it did not end:
-    then nothing that it began is under way.
+    Chunks come in the order of the runs' bytes. The caller must close the generator, even if it did
+    not end. After that, nothing is under way.
     """
 
     is_staged: bool = True
 
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """The runs' bytes; a chunk holds them until the next one is asked for."""
+        """The runs' bytes. A chunk is valid until the caller asks for the next one."""
         ...
 
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
-        """Chunks to be filled before the next one is asked for; visible when it has ended."""
+        """Chunks that the caller fills, each before it asks for the next one. All bytes are visible
+        when the generator has ended."""
         ...
 
 
@@ -171,9 +173,9 @@ def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
 
 
 def decode_endpoint(decoder: msgspec.msgpack.Decoder[T], raw: bytes, carrier: str) -> T:
-    """A peer's endpoint of that carrier, with the types that `decoder` knows.
+    """Decode a peer's endpoint.
 
-    Decoders are made when their modules are imported: their first use is on many threads.
+    Modules make their decoders on import, because many threads may use one for the first time.
     """
     try:
         return decoder.decode(raw)
@@ -203,7 +205,7 @@ class RegionTable:
 
     @classmethod
     def of_arrays(cls, address: Ints, length: Ints) -> RegionTable:
-        """The same of two arrays, for ranges by the thousand. The ranges must be real memory."""
+        """The same from two arrays, for thousands of ranges. The ranges must be real memory."""
         some = length > 0
         address, length = address[some], length[some]
         if len(address) == 0:
@@ -230,14 +232,14 @@ class RegionTable:
             outside = length != 0
         else:
             at = np.searchsorted(self.starts, address, side="right") - 1
-            # `room` is a difference of two addresses of which the lower one is not negative
+            # `room` does not overflow: neither address is negative
             room = np.where(at >= 0, self.ends[at] - np.maximum(address, 0), -1)
             outside = (length > room) & (length != 0) | (length < 0)
         return int(np.argmax(outside)) if bool(outside.any()) else -1
 
     def _holds_hull(self, address: Ints, length: Ints) -> bool:
-        """Whether one region holds all from the lowest address to the longest length after the
-        highest: quick to see, and true of most copies."""
+        """Whether one region holds everything from the lowest address to the highest plus the
+        longest length. This is quick to check, and true for most copies."""
         if int(np.minimum.reduce(length)) < 0:
             return False
         low, high = int(np.minimum.reduce(address)), int(np.maximum.reduce(address))
@@ -255,7 +257,7 @@ class RegionTable:
 
 
 def checked(copies: Any, *, ours: RegionTable, theirs: RegionTable, reading: bool) -> Copies:
-    """Copies whose ends all lie in registered memory, or `OutOfBounds` before a byte moves."""
+    """The copies, if both sides of each lie in registered memory; else `OutOfBounds`."""
     arrays = Copies.of(copies)
     for part in arrays.windows():
         here, there = (part.dst, part.src) if reading else (part.src, part.dst)
@@ -280,7 +282,7 @@ def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:
         if len(part) == 0:
             continue
         ends = np.cumsum(part.length)
-        first, done = 0, 0  # copies and bytes that were handed out
+        first, done = 0, 0  # copies and bytes yielded so far
         while first < len(part):
             last = int(np.searchsorted(ends, done + max_bytes, side="right"))
             if last > first:
@@ -303,10 +305,10 @@ def _pieces(part: Copies, at: int, max_bytes: int) -> Iterator[Copies]:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From when on a device's memory is final: handles of its driver's events, which lie ahead."""
+    """Handles of a driver's events after which a device's memory is final."""
 
-    last: int  # after it, all memory is
-    early: int = 0  # after this one, some memory is
+    last: int  # after this event, all memory is final
+    early: int = 0  # after this event, `early_memory` is final
     early_memory: RegionTable | None = None
 
     def is_early(self, address: Ints, length: Ints) -> NDArray[np.bool_]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mix128`: a checksum that a GPU makes of its own memory, as fast as it reads it.
 
-Every 8 bytes are mixed with their position by themselves, and the results are added up, so that any
-number of threads take part, in any order:
+Each word of 8 bytes is mixed with its position, and the results are added up. So any number of
+threads can take part, in any order:
 
     runs are padded with zeros to whole words; words are numbered through all runs
-    h = scramble(word ^ (number x A + B))      one to one for each number: one wrong word is seen
+    h = scramble(word ^ (number x A + B))      one to one for each number: a wrong word changes it
     g = scramble again                         a second sum, of other bits
     digest = xxh3 of (sum of h, sum of g, the runs' lengths)
 
@@ -40,14 +40,14 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Both sums, and how many words they are of."""
+    """Both sums, and the number of words in them."""
 
     first: int = 0
     second: int = 0
     words: int = 0
 
     def plus(self, other: Mixed) -> Mixed:
-        """With words that come after these, mixed by the numbers that they have there."""
+        """Add the sums of the words that follow, which were mixed with their own numbers."""
         return Mixed(
             (self.first + other.first) & _MASK,
             (self.second + other.second) & _MASK,
@@ -55,13 +55,13 @@ class Mixed:
         )
 
     def digest(self, length: Ints) -> bytes:
-        """Of runs of these lengths."""
+        """The digest of runs of these lengths."""
         sums = struct.pack("<QQ", self.first, self.second)
         return xxhash.xxh3_128_digest(sums + length.astype("<i8").tobytes())
 
 
 class MixingMemory(Memory, Protocol):
-    """Memory that mixes by itself."""
+    """Memory whose device computes the sums."""
 
     is_mixing: bool = True
 
@@ -73,7 +73,7 @@ def is_mixing(memory: Memory) -> TypeGuard[MixingMemory]:
 
 
 def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:
-    """The result of `MixingMemory.mix` for the same bytes."""
+    """The same result as `MixingMemory.mix`, computed by the processor."""
     total = Mixed()
     buffer = np.empty(_CHUNK_BYTES, dtype=np.uint8)
     for part in slices(Copies(address, address, length), _CHUNK_BYTES):
@@ -83,7 +83,7 @@ def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:
 
 
 def mix_words(words: Words, number: int) -> Mixed:
-    """Words from that number on."""
+    """The sums of words that are numbered from `number` on."""
     h = np.arange(number, number + len(words), dtype=np.uint64)
     h *= np.uint64(NUMBER_FACTOR)
     h += np.uint64(NUMBER_TERM)
@@ -101,7 +101,7 @@ def mix_words(words: Words, number: int) -> Mixed:
 
 
 def _padded(dense: Bytes, length: Ints) -> Words:
-    """The runs' bytes, which lie one after another, each in whole words."""
+    """The runs' bytes from a dense buffer, each run padded to whole words."""
     counts = -(-length // WORD_BYTES)
     ends = np.cumsum(counts)
     if int(ends[-1]) * WORD_BYTES == int(length.sum()):

@@ -39,15 +39,15 @@ from kvferry.carriers.base import Bytes, Memory, MemoryRegion, RegionTable
 from kvferry.copies import WINDOW, Ints
 from kvferry.errors import PeerLost, PermissionDenied, TransferError
 
-STEP_BYTES = 1 << 20  # through an intermediate array, where both sides are scattered
-# Copying takes ten times as long as the call; below, NumPy is faster. Times the address space of a
-# process (2**47), it fits 63 bits, which is the limit of NumPy for an array that spans all of it.
+STEP_BYTES = 1 << 20  # copied at a time through another array, if both sides are scattered
+# Runs of this length and more are copied by one call each; for shorter ones NumPy is faster. Times
+# the address space of a process (2**47) it fits 63 bits, NumPy's limit for an array's size.
 LONG_RUN_BYTES = 32 << 10
-MOST_LENGTHS = 8  # distinct ones, each copied as it is; beyond, runs are cut into powers of two
+MOST_LENGTHS = 8  # distinct ones, copied one by one; with more, runs are cut into powers of two
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
 VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
 IOVEC_BYTES = 16
-SAMPLE = 512  # pairs of neighbours looked at before all are
+SAMPLE = 512  # pairs of neighbours to check before all pairs are checked
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 # pid, local table, local count, remote table, remote count, flags (none) -> bytes moved, or -1 with
@@ -81,8 +81,8 @@ class HostMemory(Memory):
                 ctypes.memset(at, 0, size)
 
     def _runs(self, address: Ints, length: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Addresses and lengths of the runs, and where each begins if they lie one after another: a
-        window at a time, neighbours joined."""
+        """Addresses and lengths of the runs, with neighbours joined, and the offset of each in a
+        dense buffer; one window at a time."""
         done = 0
         for first in range(0, len(address), WINDOW):
             part = slice(first, first + WINDOW)
@@ -125,7 +125,7 @@ def copy_runs(src: Ints, dst: Ints, length: Ints) -> None:
 
 
 def spread(src: int, dst: Ints, size: int) -> None:
-    """`size` bytes each, from one place on, to addresses `dst`."""
+    """Copy `size` bytes to each address of `dst`, from consecutive memory at `src`."""
     if size >= LONG_RUN_BYTES or len(dst) == 1:
         for to in dst.tolist():
             ctypes.memmove(to, src, size)
@@ -137,7 +137,7 @@ def spread(src: int, dst: Ints, size: int) -> None:
 
 @dataclass(slots=True)
 class Vectors:
-    """A stream of bytes as an iovec table, and how far it has come."""
+    """A stream of bytes as an iovec table, and the position in it."""
 
     table: Ints  # (n, 2): address, length
     ends: Ints  # bytes of the stream up to the end of each vector
@@ -145,7 +145,7 @@ class Vectors:
 
     @classmethod
     def join(cls, address: Ints, length: Ints) -> Vectors:
-        """The table of these ranges, none of them empty, with neighbours made one."""
+        """The table of these ranges, with neighbours joined. No range may be empty."""
         return cls.of(*joined(address, length))
 
     @classmethod
@@ -160,7 +160,7 @@ class Vectors:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def head(self) -> tuple[int, int]:
-        """Where the next call's vectors lie, and how many there are."""
+        """The address and the number of the next call's vectors."""
         count = min(VECTORS_PER_CALL, len(self.table) - self.first)
         return self.table.ctypes.data + IOVEC_BYTES * self.first, count
 
@@ -175,7 +175,7 @@ class Vectors:
 
 
 def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """The same bytes in the same order, with ranges that touch made one. None may be empty."""
+    """The same bytes in the same order, with touching ranges joined. No range may be empty."""
     if len(length) < 2 or _apart(address, length):
         return address, length
     apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
@@ -186,12 +186,12 @@ def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 
 def read(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
-    """Copy `length[i]` bytes from `src[i]` in process `pid` to `dst[i]` here; say how many."""
+    """Copy `length[i]` bytes from `src[i]` in process `pid` to `dst[i]` here; return the total."""
     return move(system_call("process_vm_readv"), pid, local=dst, remote=src, length=length)
 
 
 def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
-    """Copy `length[i]` bytes from `src[i]` here to `dst[i]` in process `pid`; say how many."""
+    """Copy `length[i]` bytes from `src[i]` here to `dst[i]` in process `pid`; return the total."""
     return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
 
 
@@ -209,7 +209,7 @@ def allow_any_reader() -> bool:
 def move(
     call: SystemCall, pid: int, *, local: ArrayLike, remote: ArrayLike, length: ArrayLike
 ) -> int:
-    """Move all copies through `call`, however little it moves at a time.
+    """Move all copies through `call`, which may move a part at a time.
 
     The carrier has checked that they pair up, and that no length is negative.
     """
@@ -243,7 +243,7 @@ def libc() -> ctypes.CDLL:
 
 
 def _apart(address: Ints, length: Ints) -> bool:
-    """Whether, of many ranges, no two touch as far as some of them show: then few do."""
+    """Whether no two ranges of a sample of many touch; then few of all do."""
     step = len(length) // SAMPLE
     if step < 2:
         return False
@@ -251,7 +251,7 @@ def _apart(address: Ints, length: Ints) -> bool:
 
 
 def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:
-    """Which runs (None: all), how far into each, and how many bytes of each: all runs, cut up."""
+    """Cut runs into groups of one length: which runs (None: all), the offset in each, bytes."""
     if len(length) == 0:
         return
     shortest, longest = int(length.min()), int(length.max())
@@ -287,8 +287,8 @@ def _copy_equal(src: Ints, dst: Ints, size: int) -> None:
 
 
 def _take(src: Ints, dst: int, size: int) -> None:
-    """`size` bytes each from addresses `src`, one after another to `dst`. NumPy's `take` wants an
-    array of elements that do not overlap: one for each remainder."""
+    """Copy `size` bytes from each address of `src` to consecutive memory at `dst`. NumPy's `take`
+    needs elements that do not overlap: one array for each remainder of the addresses."""
     low = int(src.min())
     offsets, into = src - low, _row(dst, len(src), size)
     number = offsets // size
@@ -327,7 +327,7 @@ class _Memory:
 
 
 def _windows(low: int, high: int, size: int) -> NDArray[Any]:
-    """Element i is the `size` bytes from address `low + i` on, up to address `high`."""
+    """Element i is the `size` bytes at address `low + i`. The last one begins at `high`."""
     return np.asarray(_Memory(low, high - low + 1, size, 1))
 
 

@@ -11,8 +11,8 @@ ends, however it ends; keep-alive notices a host that vanishes within
     owner    -> visitor  GOODBYE, where its carrier is being closed
 
 A visitor that reads a goodbye, or anything else, takes the peer for lost. Bytes of the peer may
-still be under way then. Only the end of the connection says that none are: an owner closes it after
-its library. A process that got the same port later has neither the token nor the incarnation.
+still be under way then. None are once the connection has ended, because an owner closes it after
+its library. Another process that gets the same port later knows neither token nor incarnation.
 
 No forked child keeps a copy of these sockets (`ours_alone`), and `hang_up` ends all copies.
 """
@@ -57,7 +57,7 @@ class PulseServer(GuestServer):
         super().__init__(listener, "kvferry-pulse")
 
     def leave(self) -> None:
-        """Visitors see that this carrier is being closed, and no new ones are greeted."""
+        """Tell visitors that this carrier is being closed, and greet no new ones."""
         self.soon(self._say_goodbye)
 
     async def serve(self, guest: Guest) -> None:
@@ -87,13 +87,13 @@ class PulseServer(GuestServer):
 
 
 class Liveness:
-    """The visitor's side: asked before, during and after transfers; has no thread."""
+    """The visitor's side. Carriers ask it before, during and after transfers. It has no thread."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
         self._connection, self._where = connection, where
         self._lock = threading.Lock()
         self._lost = self._gone = False
-        self._words = select.poll()  # silence costs no exception, as `recv` would make one
+        self._words = select.poll()  # raises no exception while the peer is silent
         self._words.register(connection, select.POLLIN)
 
     @classmethod
@@ -125,7 +125,7 @@ class Liveness:
         return cls(connection, where)
 
     def alive(self, grace_seconds: float = 0.0) -> bool:
-        """Whether the peer is there; looks for its end for that long."""
+        """Whether the peer lives. Watches for its end for `grace_seconds`."""
         until = time.monotonic() + grace_seconds
         while not self._look():
             if time.monotonic() >= until:
@@ -143,7 +143,7 @@ class Liveness:
                     self._gone = not self._connection.recv(16)
             except ConnectionResetError:
                 self._gone = True
-            except OSError:  # silence after a goodbye, an outage, or we have left
+            except OSError:  # silence after a goodbye, a network error, or our own `close`
                 pass
             return self._gone
 
@@ -157,9 +157,9 @@ class Liveness:
             hang_up(self._connection)
 
     def _look(self) -> bool:
-        """Whether the end was seen; any word but silence is one."""
+        """Whether the peer's end was seen. Any byte from the peer counts as its end."""
         with self._lock:
-            if self._connection.fileno() < 0:  # in a forked child: it is the parent's
+            if self._connection.fileno() < 0:  # a forked child, which closed its copy
                 self._lost = True
             if not self._lost:
                 try:

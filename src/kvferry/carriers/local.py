@@ -4,16 +4,16 @@
 `register` lets processes of the same user reach this one's memory. `connect` first has the owner
 vouch for the endpoint (vouch.py), so that no peer can have this process read memory that its owner
 has not registered. `connect` then reads the owner's *token*, sixteen random bytes, and a byte of
-every region. The token is read again before and after every transfer. A process that died, a
-recycled pid, a carrier that was closed: none of them has the token at that address.
+every region. The token is read again before and after every transfer. A dead process, another
+process with its pid and a closed carrier do not have the token at that address.
 
 Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
-very process), the carrier falls back to tcp by itself and says so once.
+very process), the carrier falls back to tcp by itself and logs it once.
 
-The kernel takes longer for one more run than for a kilobyte more. So a read of short runs that lie
-close together at the peer takes the long ranges that *cover* them into a buffer of the initiator's,
-and places the runs from there. Both ends of a cover lie in the same registered region, so a cover
-never leaves it. All other copies move run by run.
+One more run costs the kernel more time than one more kilobyte. So a read of short runs that lie
+close together at the peer copies the long ranges that *cover* them into a buffer of the initiator,
+and copies the runs from there to their places. Both ends of a cover lie in the same registered
+region, so a cover never leaves it. All other copies move run by run.
 
 The kernel checks addresses, but not regions: the initiator does, against those that the owner has
 vouched for.
@@ -52,13 +52,13 @@ from kvferry.net.names import LOCALHOST, Admits
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
-SLICE_BYTES = 8 << 20  # about two milliseconds: between two looks at cancel
+SLICE_BYTES = 8 << 20  # about two milliseconds; between two checks for a cancel
 # One thread reaches 80 % of memcpy over the same scatter (the kernel pins every page), two pass it.
 THREADS_PER_TRANSFER = 2
 MOST_PID = (1 << 31) - 1
-MOST_ADDRESS = (1 << 62) - 1  # no processor has more, and sums of two fit
-# Of covered reads: from the beginning of one run to that of the next (docs/benchmarks.md,
-# "Carriers"). Runs that touch win nothing.
+MOST_ADDRESS = (1 << 62) - 1  # no processor has higher ones, and the sum of two fits int64
+# The most from the beginning of one run to that of the next in a cover (docs/benchmarks.md,
+# "Carriers"). Runs that touch gain nothing from a cover.
 MOST_STEP_BYTES = 1 << 10
 COVERED_RUNS = 4096  # at a time
 BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES
@@ -67,19 +67,19 @@ BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """Which process this is, where its token and its memory lie, and the other way to it.
 
-    A peer's word, until the owner has vouched for it.
+    Not trusted until the owner has vouched for it.
     """
 
     carrier: Literal["local"]
     boot: str
     pid_namespace: str
     pid: Annotated[int, msgspec.Meta(ge=1, le=MOST_PID)]
-    start_ticks: int  # since boot: tells a process from an earlier one of its number
+    start_ticks: int  # since boot; tells the process from an earlier one with its pid
     token_address: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADDRESS)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: list[tuple[int, int]]
     tcp: bytes
-    voucher: str  # the file of the socket at which the owner vouches for all this
+    voucher: str  # the file of the socket at which the owner vouches for this endpoint
 
     @classmethod
     def decode(cls, raw: bytes) -> LocalEndpoint:
@@ -90,9 +90,8 @@ _endpoints = msgspec.msgpack.Decoder(LocalEndpoint)
 
 
 class LocalPeer:
-    """A process whose memory this one reaches; `tcp` is set where it does so by tcp.
-
-    `detour` then says why.
+    """A process whose memory this one reaches. If it does so by tcp, `tcp` is set, and `detour` is
+    the reason.
     """
 
     def __init__(self, endpoint: LocalEndpoint) -> None:
@@ -108,7 +107,7 @@ class LocalPeer:
             raise Cancelled("the peer was disconnected on this side")
 
     def require_alive(self) -> None:
-        """Raise `PeerLost` unless the process that made the endpoint is still there, open."""
+        """Raise `PeerLost` unless the process that made the endpoint has its carrier open."""
         found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
         try:
             host.read(self.pid, [self._token_address], [found.ctypes.data], [TOKEN_BYTES])
@@ -209,7 +208,7 @@ class LocalCarrier(Carrier):
 
     def close(self) -> None:
         forget(self._told)
-        self._token[:] = 0  # readers notice
+        self._token[:] = 0  # readers see that the carrier is closed
         self._workers.close()
         self._helpers.close()
         self._tcp.close()
@@ -256,17 +255,17 @@ class LocalCarrier(Carrier):
                 try:
                     _move(peer, part, reading=reading)
                 except TransferError:
-                    peer.require_alive()  # a peer that is gone is the better reason
+                    peer.require_alive()  # a lost peer is the better reason
                     raise
 
             share(job, slices(arrays, SLICE_BYTES), carry, self._helpers, self._helping)
-            peer.require_alive()  # it was the same process, and open, all along
+            peer.require_alive()  # the bytes are right only if the peer was open until now
 
         return self._workers.submit(Job(work, "a local read" if reading else "a local write"))
 
 
 def _move(peer: LocalPeer, part: Copies, *, reading: bool) -> None:
-    """One of `slices`: at most `WINDOW` copies, all of them checked and none empty."""
+    """Move a slice of at most `WINDOW` copies, all of them checked and none empty."""
     if not reading or not covers_pay(part):
         (host.read if reading else host.write)(peer.pid, part.src, part.dst, part.length)
         return
@@ -279,7 +278,7 @@ def _move(peer: LocalPeer, part: Copies, *, reading: bool) -> None:
 
 
 def covers_pay(part: Copies) -> bool:
-    """Whether most runs are short, and follow the one before them closely, but not at once."""
+    """Whether all runs are short, and most begin close behind the one before, with a gap."""
     if int(part.length.max()) > MOST_STEP_BYTES:
         return False
     gap = part.src[1:] - part.src[:-1] - part.length[:-1]
@@ -287,8 +286,8 @@ def covers_pay(part: Copies) -> bool:
 
 
 def covers(regions: RegionTable, runs: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
-    """Addresses and lengths of the covers, in the order of the runs; and where each run begins in
-    the covers' bytes, one cover after another."""
+    """Addresses and lengths of the covers, in the order of the runs, and the offset of each run in
+    the bytes of all covers."""
     near = _near(runs) & (runs[1:] >= runs[:-1] + length[:-1])
     if len(regions) > 1:
         of = np.searchsorted(regions.starts, runs, side="right")
@@ -302,7 +301,7 @@ def covers(regions: RegionTable, runs: Ints, length: Ints) -> tuple[Ints, Ints, 
 
 
 def _near(runs: Ints) -> NDArray[np.bool_]:
-    """For each run but the first, whether it begins soon after the one before it does."""
+    """Whether each run but the first begins within `MOST_STEP_BYTES` after the one before."""
     step = runs[1:] - runs[:-1]
     found: NDArray[np.bool_] = (step > 0) & (step <= MOST_STEP_BYTES)
     return found
@@ -320,7 +319,7 @@ def _pid_namespace() -> str:
 
 
 def _start_ticks(pid: int) -> int:
-    """When the process started; -1 where there is none."""
+    """When the process started, or -1 if there is no such process."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may hold anything
     return int(fields[19]) if len(fields) > 19 else -1
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The carrier inside one process, which can be told to misbehave.
+"""A carrier inside one process that injects faults on demand.
 
     fabric = Fabric()
     producer, consumer = NullCarrier(fabric), NullCarrier(fabric)
     consumer.faults = Faults(corrupt_at=3)      # the third copy that the consumer moves from now on
 
-Carriers see each other when they share a fabric; without one, all of a process do. It obeys the
-same rules as the others (both ends registered, closed peers are lost, deadlines, cancel), so code
-that is right on it is right on them.
+Carriers of the same fabric reach each other; without a fabric, all of a process do. This carrier
+obeys the same rules as the others (both ends registered, closed peers are lost, deadlines, cancel),
+so code that is right with it is right with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.carriers.transfer import Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, PeerLost, TransferError
 
-SLICE_BYTES = 32 << 20  # between two looks at cancel and at the peer
+SLICE_BYTES = 32 << 20  # between two checks for a cancel and a lost peer
 STALL_TICK_SECONDS = 0.005
 
 
@@ -128,7 +128,7 @@ class NullCarrier(Carrier):
             self._moved += len(copies)
 
         def index(at: int | None) -> int | None:
-            """Where in this batch the fault is, if it is."""
+            """Where in this batch the fault happens, or None."""
             return at - base - 1 if at is not None and 0 <= at - base - 1 < len(copies) else None
 
         fail, stall, corrupt = map(index, (faults.fail_at, faults.stall_at, faults.corrupt_at))
@@ -140,7 +140,7 @@ class NullCarrier(Carrier):
                 _stall(job, faults.stall_seconds)
             for piece in slices(copies[start:stop], SLICE_BYTES):
                 job.checkpoint()
-                peer.regions()  # still there
+                peer.regions()  # raises if the peer is gone
                 copy_runs(piece.src, piece.dst, piece.length)
         if corrupt is not None and copies.length[corrupt]:
             ctypes.c_uint8.from_address(int(copies.dst[corrupt])).value ^= 1

@@ -41,7 +41,7 @@ class Job:
         self._running = self._under_way = False
         self._error: TransferError | None = None
         self._cancelled = ""  # why, once it is
-        self.late_bytes = False  # set by work that ended without knowing that nothing is under way
+        self.late_bytes = False  # set by work that ended while bytes may still be under way
         self._wake: Callable[[], None] | None = None
 
     def wait(self, deadline: float) -> None:
@@ -64,7 +64,7 @@ class Job:
         return not self._ended.is_set() or self._under_way
 
     def give_up(self, error: TransferError) -> None:
-        """Called by the work, which goes on. Callers that wait hear at once why it fails."""
+        """Called by the work, which goes on. Callers that wait get the error at once."""
         with self._lock:
             if not self._ended.is_set():
                 self._under_way = True
@@ -90,7 +90,7 @@ class Job:
                 self._wake()
 
     def refuse(self, error: TransferError) -> None:
-        """It fails before it has begun."""
+        """Fail a job that has not begun."""
         with self._lock:
             if not self._ended.is_set():
                 self._end(error)
@@ -141,7 +141,7 @@ class Job:
 
     def _end(self, error: TransferError | None) -> None:
         self._error = error
-        self._work = self._wake = None  # lets the arrays go
+        self._work = self._wake = None  # frees the arrays
         self._ended.set()
 
 
@@ -191,10 +191,10 @@ def share(
     *,
     ahead: bool = False,
 ) -> None:
-    """Do all parts of a job on this thread and up to `count` others, in no order.
+    """Do all parts of a job on this thread and up to `count` others, in any order.
 
-    With `ahead`, a part comes with the one that the same thread does next, if there is one.
-    Returns when no thread works on it any more; raises the first error.
+    With `ahead`, `do` also gets the part that the same thread does next, or None. Returns when no
+    thread works on the job any more; raises the first error.
     """
     lock = threading.Lock()
     errors: list[Exception] = []
@@ -225,7 +225,7 @@ def share(
         loop(job)
     finally:
         for other in shares:
-            other.request_cancel("nothing is left")  # where it has not begun
+            other.request_cancel("nothing is left")  # ends a share that has not begun
             other.join()
     if errors:
         raise errors[0]

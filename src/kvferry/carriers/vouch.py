@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vouching: whose memory an endpoint is, told by the kernel and by its owner.
+"""Vouching: the kernel and the owner confirm whose memory an endpoint names.
 
 An endpoint of `local` or `cuda` names memory. It comes from a peer, and a peer may lie: it may name
 this very process, or regions that were never registered. So a process that is about to reach that
 memory asks the owner first, on a socket that only processes of this user can open:
 
     reader  -> owner   SHA-256 of the endpoint, as it was received
-    owner   -> reader  YES where one of its open carriers made exactly that endpoint, else NO
+    owner   -> reader  YES if one of its open carriers made exactly that endpoint, else NO
 
-The kernel says which process answered, and which user's it is (`SO_PEERCRED`). The endpoint's
-content is then that process's own word.
+The kernel says which process answered, and which user runs it (`SO_PEERCRED`). So the content of
+the endpoint comes from that process itself.
 
 Each process has one such socket while it has such carriers, and one thread that answers. Sockets
 lie in the runtime directory of the user (`keys.py`); an endpoint names the file, never a path.
@@ -40,20 +40,20 @@ log = logging.getLogger(__name__)
 YES, NO = b"\1", b"\0"
 DIGEST_BYTES = 32
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-ASK_SECONDS = 5.0  # the owner's thread only compares: a process that takes longer is stopped
+ASK_SECONDS = 5.0  # the owner only compares digests; if it takes longer, it is suspended
 ANSWER_SECONDS = 1.0  # for a process of this user to send its question
 PREFIX = "vouch-"
 _NAME = re.compile(PREFIX + r"[0-9a-f]{32}")
 
 
 class Unreachable(PermissionDenied):
-    """No process of this user answers there: there may be another way to the peer."""
+    """No process of this user answers there. Another carrier may reach the peer."""
 
 
 def ask(name: str, endpoint: bytes, deadline: float) -> int:
-    """The pid of the process that made this endpoint, by the kernel's word.
+    """The pid of the process that made this endpoint, as the kernel knows it.
 
-    `Unreachable` where none of this user's answers, `PeerLost` where it does not know the endpoint.
+    `Unreachable` if no process of this user answers, `PeerLost` if it does not know the endpoint.
     """
     if not name:
         raise Unreachable("the peer has no socket to vouch for its memory at; its log says why")
@@ -93,9 +93,10 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
 
 
 def vouch_for(make: Callable[[str], bytes]) -> bytes:
-    """An endpoint that this process vouches for from now on; `make` is told the socket's file.
+    """Make an endpoint that this process vouches for from now on.
 
-    Where there can be none, it is told so by an empty name: peers then go another way.
+    `make` gets the name of the socket's file. The name is empty if there can be no socket; peers
+    then use another carrier, or tcp.
     """
     global _voucher
     with _lock:
@@ -112,7 +113,7 @@ def vouch_for(make: Callable[[str], bytes]) -> bytes:
 
 
 def forget(endpoints: Iterable[bytes]) -> None:
-    """Vouch for these no more. With the last one, the socket and its thread are gone."""
+    """Stop vouching for these. The socket and its thread end with the last endpoint."""
     global _voucher
     with _lock:
         if _voucher is None:
@@ -135,7 +136,7 @@ class _Voucher(GuestServer):
         try:
             listener.bind(str(unheard))
             listener.listen(128)
-            unheard.rename(self._path)  # a process that sees it finds a listener
+            unheard.rename(self._path)  # other processes see it only once it listens
             super().__init__(listener, "kvferry-vouch")
         except BaseException:
             hang_up(listener)

@@ -101,7 +101,7 @@ class GuestServer(ABC):
         _running.add(self)
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
-        self.stop_listening()  # also where it was closed before it began
+        self.stop_listening()  # in case it was closed before it began
         self._loop.close()
         _running.discard(self)
 

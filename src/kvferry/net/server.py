@@ -149,9 +149,9 @@ class Server(SocketThread):
         self._count_and_complain(
             strangers,
             "strangers",
-            "%s turned somebody away who does not have our key: an engine with another secret "
-            "or of another user, or one of vLLM's own connectors? Run kvferry's connector with "
-            "the same secret on both sides",
+            "%s refused a connection that does not have our key. Is it an engine with another "
+            "secret or of another user, or one of vLLM's own connectors? Run kvferry's connector "
+            "with the same secret on both sides",
         )
         self._count_and_complain(
             silent,

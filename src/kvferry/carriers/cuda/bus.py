@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole objects over the bus: scattered device memory to and from host memory, hashed on the way.
+"""Moves whole objects between scattered device memory and host memory, and hashes them.
 
 The processor touches no byte. There are two ways:
 
-    direct   runs of `DIRECT_BYTES` or more, all of one length, that make up whole objects: the
-             device's copy engine moves runs from or to their places, many with one copy where they
-             lie at equal distances, and two kernels hash them where they lie
-    staged   all others: a kernel brings an object's runs together on the device, or puts them in
-             their places, and the copy engine moves whole objects, in pieces. While one piece
-             crosses the bus, the kernels work on the other half of the device memory
+    direct   for runs of `DIRECT_BYTES` or more, all of one length, that make up whole objects. The
+             device's copy engine moves runs from or to their places; one copy moves many runs that
+             lie at equal distances. Two kernels hash the runs where they lie
+    staged   for all others. A kernel gathers an object's runs on the device, or scatters them, and
+             the copy engine moves whole objects, in pieces. While one piece crosses the bus, the
+             kernels work on the other half of the device memory
 
-A direct save copies most layers while the step computes the last ones (`Ready`). All kernels go
-before the engine's own: they are short, and the blocks of a save stay pinned until its last one.
+A direct save copies most layers while the step computes the last ones (`Ready`). All kernels run
+before the engine's own: they are short, and the blocks of a save stay pinned until its last kernel.
 
 Host memory must be registered with the driver (`pin`), which takes seconds for many gigabytes. A
-thread does it, step by step. Memory that is not registered yet is copied at a tenth of the speed.
+thread registers it step by step. Other memory is copied at a tenth of the speed.
 
-Copies to the host are made in pieces, with a gap after each, in which the engine's own copies pass
-(docs/design.md, "Why a save leaves gaps"). A gap lasts until a word has gone the other way, which
-no kernel and no other copy delays.
+Copies to the host are made in pieces, with a gap after each for the engine's own copies
+(docs/design.md, "Why a save leaves gaps"). A gap lasts until one word has been copied to the
+device, which no kernel and no other copy delays.
 
-`out` and `back` return a `Crossing` when all is queued. Its `finish` waits, in one call of the
-driver, and returns the hashes (xxh3, of every `chunk_bytes` of each object). The caller compares
-them: `back` has already brought the bytes to their places.
+`out` and `back` return a `Crossing` when everything is queued. Its `finish` waits in one call of
+the driver, and returns the hashes (xxh3, of every `chunk_bytes` of each object). The caller must
+compare them, because `back` has already written the bytes.
 """
 
 from __future__ import annotations
@@ -59,24 +59,25 @@ from kvferry.errors import TransferError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20  # 0.6 ms of the bus, against some 0.2 ms of Python for each piece
-DIRECT_BYTES = 32 << 10  # rows of one copy; at 64 KiB it moves 50 GB/s of 55, at 16 KiB 37
-COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # where the direct way needs more, a kernel is cheaper
-GAP_BYTES = 32 << 20  # copied to the host between two gaps: a token waits 0.6 ms at the most
-EARLY_BYTES = 32 << 20  # what is final early is copied early if objects have so many
-SCRATCH_BYTES = 16 << 20  # of sums: for 256 MiB that are hashed together
-# A save uses two at a time, and so does each of two threads that load: while the objects of one
-# part cross, the next are queued. A save keeps its lanes while a step computes, so loads have
-# others, with other hardware queues. Each has 18 MiB of device memory, staged 82.
+DIRECT_BYTES = 32 << 10  # of one row; copies of 64 KiB rows reach 50 GB/s of 55, of 16 KiB rows 37
+COPIES_AN_OBJECT, FEW_COPIES = 4, 64  # if the direct way needs more copies, a kernel is cheaper
+GAP_BYTES = 32 << 20  # copied to the host between two gaps; a token waits at most 0.6 ms
+EARLY_BYTES = 32 << 20  # a batch of at least so many bytes copies early runs early
+SCRATCH_BYTES = 16 << 20  # for sums; enough to hash 256 MiB together
+# A save uses two lanes at a time, and so does each of two threads that load: while the objects of
+# one part cross, the next are queued. A save keeps its lanes while a step computes, so loads have
+# lanes of their own, with other hardware queues. A lane has 18 MiB of device memory, or 82 if it
+# has staged objects.
 OUT_LANES, BACK_LANES = 2, 4
 OUT_URGENCY, BACK_URGENCY = 1, 2  # both before the engine's kernels
-# Copies that are queued without giving up the interpreter's lock, behind an event and without one:
-# the driver's queue may be full, and the call then waits until it is not.
+# Most copies that are queued while the thread keeps the interpreter's lock, behind an event and
+# without one. With more, the driver's queue may be full, and the call would wait with the lock.
 MOST_AHEAD, MOST_AT_ONCE = 256, 512
-LANE_SLOTS = 16  # pieces that are queued before the first is done, so that no thread waits for it
+LANE_SLOTS = 16  # pieces that a thread can queue without waiting for the first
 SLOT_ALIGN = 256  # of objects in a half
-MOST_HASHES = 1 << 14  # of one call; of 4 GiB where chunks have 256 KiB
+MOST_HASHES = 1 << 14  # of one call; 4 GiB in chunks of 256 KiB
 MOST_RUNS = 1 << 15  # of one call, the direct way
-ONE_RUN = 1 << 60  # bytes: a half is one run
+ONE_RUN = 1 << 60  # bytes; more than a half, which counts as one run
 PIN_BYTES = 256 << 20  # registered at a time
 GIB = 1 << 30
 
@@ -90,7 +91,7 @@ class BusObjects:
 
     place: Ints  # of each object on the host
     length: Ints  # of each object
-    runs: Ints  # how many each has
+    runs: Ints  # number of runs of each object
     offset: Ints  # of every run in its object
     address: Ints  # of every run on the device
     size: Ints  # of every run
@@ -113,7 +114,7 @@ class BusObjects:
             )
 
     def are_even(self, least: int) -> bool:
-        """Whether all have as many runs, of one length of at least so many bytes, without gaps."""
+        """Whether all have equally many runs, without gaps, of one length of at least `least`."""
         size, runs, count = int(self.size[0]), int(self.runs[0]), len(self)
         if size < least or size % xxh3.BLOCK_BYTES or runs * count != len(self.size):
             return False
@@ -142,10 +143,10 @@ def takes(length: Ints, chunk_bytes: int) -> bool:
 
 
 class Bus:
-    """The way between one device's registered memory and the host's; any number of threads."""
+    """Moves objects between one device's registered memory and the host. Any thread may use it."""
 
     def __init__(self, regions: Sequence[MemoryRegion], *, piece_bytes: int = PIECE_BYTES) -> None:
-        """Raises a `TransferError` where this cannot work: no Triton, or not one GPU's memory."""
+        """Raises a `TransferError` without Triton, or if the memory is not that of one GPU."""
         if not kernels.available():
             raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
         places = [place_of(region.address) for region in regions]
@@ -175,10 +176,10 @@ class Bus:
         back: Callable[[int, int], int],
         after_seconds: float = 0.0,
     ) -> None:
-        """Register this host memory, on a thread, after so many seconds or with the first copy.
+        """Register this host memory on a thread, after so many seconds or with the first copy.
 
-        `back(first, size)` has the system give memory to `size` bytes, maps those from `first` on,
-        and returns how many bytes have memory.
+        `back(first, size)` makes the system allocate the first `size` bytes, maps those from
+        `first` on, and returns how many bytes are allocated.
         """
         self._pins = _Pins(self.device, address, size, back, after_seconds)
 
@@ -191,7 +192,7 @@ class Bus:
     ) -> Crossing:
         """Bring objects to the host.
 
-        after  the device begins with each run when that is final. None: at once
+        after  the device copies each run when the run is final. None: at once
         """
         return self._move(objects, chunk_bytes, deadline, outward=True, after=after)
 
@@ -199,7 +200,7 @@ class Bus:
         return self._move(objects, chunk_bytes, deadline, outward=False)
 
     def close(self) -> None:
-        """Free what is idle, and the rest when it is given back. Idempotent."""
+        """Free idle lanes now, and the others when they are given back. Idempotent."""
         if self._pins is not None:
             self._pins.close()
         for lanes in self._lanes.values():
@@ -260,8 +261,8 @@ class Bus:
     def _direct_rows(
         self, objects: BusObjects, starts: Sequence[int], after: Ready | None
     ) -> list[tuple[int, Rows]] | None:
-        """Copies between the runs' places, with the events after which they may begin, 0 for none;
-        None: these objects must be staged."""
+        """Copies between the runs' places, each group with the event after which it may begin (0:
+        none). None if these objects must be staged."""
         if len(objects.size) > MOST_RUNS or not objects.are_even(DIRECT_BYTES):
             return None
         parts = [(0, objects)] if after is None else by_readiness(objects, after)
@@ -278,7 +279,7 @@ class Crossing:
         self._lane: _Lane | None = lane
 
     def finish(self) -> Hashes:
-        """Wait until all bytes are in their places, and visible; a `TransferError` where not."""
+        """Wait until all bytes are in their places and visible, or raise a `TransferError`."""
         lane = self._lane
         assert lane is not None, "it is finished once"
         try:
@@ -301,13 +302,13 @@ class Crossing:
 
 
 class _Lane:
-    """Streams and the tables of hashes, for one thread; the device is current."""
+    """Streams and tables of hashes, for one thread. The device must be current."""
 
     def __init__(self, on: Device, piece_bytes: int, outward: bool) -> None:
         xxh3.warm(on)
         urgency = OUT_URGENCY if outward else BACK_URGENCY
         self._device, self._piece_bytes = on, piece_bytes
-        self._halves: list[Half] = []  # made when something is staged
+        self._halves: list[Half] = []  # made when the first object is staged
         self._total = 0
         constants = xxh3.constants()
         # Words of the tables: constants, runs, then of every chunk its offset, length and hash
@@ -316,7 +317,7 @@ class _Lane:
         words = self._chunks_at + 3 * MOST_HASHES
         self._gap_at = 8 * words  # a word of its own, after the tables
         words += 1
-        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+        with contextlib.ExitStack() as undo:  # if one step fails, undo the others
             self._buffers = StreamBuffers(on, slots=LANE_SLOTS, urgency=urgency)
             undo.callback(self._buffers.free)
             self._bus = kept(undo, CudaStream(urgency=urgency))
@@ -334,7 +335,7 @@ class _Lane:
         self._host[: self._runs_at] = constants
 
     def wait_for(self, event: int) -> None:
-        """All that is queued from now on begins after this event."""
+        """Work that is queued from now on begins after this event."""
         for stream in (self._buffers.stream, self._bus):
             stream.wait_for(event)
 
@@ -348,10 +349,11 @@ class _Lane:
         outward: bool,
         waits: bool,
     ) -> None:
-        """Queue all of it, or nothing: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
+        """Queue everything or nothing: at most `MOST_HASHES` chunks and `MOST_RUNS` runs.
 
-        rows  with the events after which they may be copied, in the order of these; 0: none
-        last  the event after which all is hashed: bytes that were copied too early are found
+        rows  with the events after which they may be copied, in the order of the events; 0: none
+        last  the event after which all runs are hashed, so that the hashes of bytes that were
+              copied too early differ
         """
         self._buffers.begin()
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -361,14 +363,14 @@ class _Lane:
         stream, bus, run_bytes = self._buffers.stream, self._bus, int(objects.size[0])
         per_piece = xxh3.blocks_of(min(chunk_bytes, int(objects.length.max())))
         try:
-            self._upload(total)  # before the copies: behind them, it would wait for the next part's
+            self._upload(total)  # first: behind the copies, it would wait for the next part's
             for event, some in rows:
                 if event:
                     bus.wait_for(event, waits=waits)
                 self._copy(some, outward=outward, waits=waits)
             if last:
                 stream.wait_for(last)
-            if not outward:  # what is hashed must be there
+            if not outward:  # the bytes to hash must have arrived
                 self._moved.record(bus)
                 stream.wait_for(self._moved)
             self._hash(self._runs_at, run_bytes, 0, total, per_piece)
@@ -385,7 +387,7 @@ class _Lane:
             self._bus.copy_rows(rows, outward=False, waits=waits)
 
     def _gap(self, waits: bool) -> None:
-        """The bus stops for a moment, and copies of other streams pass."""
+        """Pause the bus for a moment, so that copies of other streams pass."""
         here, there = self._host.ctypes.data + self._gap_at, self._there + self._gap_at
         self._gap_begins.record(self._bus, waits=waits)
         self._gaps.wait_for(self._gap_begins, waits=waits)
@@ -394,7 +396,7 @@ class _Lane:
         self._bus.wait_for(self._gap_ends, waits=waits)
 
     def _have_halves(self, size: int) -> None:
-        """Halves for a piece and for an object of this size."""
+        """Make halves that hold a piece, and an object of this size."""
         room = self._halves[0].bytes if self._halves else 0
         if room >= max(size, self._piece_bytes):
             return
@@ -420,7 +422,7 @@ class _Lane:
         outward: bool,
         waits: bool,
     ) -> None:
-        """Queue all of it, or nothing. It `waits` where the host's memory is not registered."""
+        """Queue everything or nothing. `waits`: the host's memory is not registered."""
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -482,7 +484,7 @@ class _Lane:
             raise
 
     def _write_chunks(self, length: Ints, chunk_bytes: int, chunks: Ints, begins: Ints) -> int:
-        """The offset and the length of every chunk; how many there are."""
+        """Write the offset and the length of every chunk. Returns the number of chunks."""
         total = int(chunks.sum())
         number = np.arange(total) - np.repeat(np.cumsum(chunks) - chunks, chunks)
         at, done = self._chunks_at, number * chunk_bytes
@@ -493,12 +495,12 @@ class _Lane:
         return total
 
     def _upload(self, total: int) -> None:
-        """The tables up to the lengths of so many chunks."""
+        """Upload the tables, up to the lengths of `total` chunks."""
         size = 8 * (self._chunks_at + MOST_HASHES + total)
         self._buffers.stream.copy_at_once(self._there, self._host.ctypes.data, size)
 
     def _hash(self, runs_at: int, run_bytes: int, first: int, last: int, per_piece: int) -> None:
-        """Chunks of objects that lie in these runs; as many at a time as there is scratch for."""
+        """Hash chunks of objects in these runs; as many at a time as the scratch has room for."""
         most = SCRATCH_BYTES // (8 * xxh3.SUMS * per_piece)
         for begin in range(first, last, most):
             offsets = self._there + 8 * (self._chunks_at + begin)
@@ -517,7 +519,7 @@ class _Lane:
             )
 
     def _queue_end(self, total: int, waits: bool) -> None:
-        """The hashes to the host, and an event after all that is under way."""
+        """Copy the hashes to the host, and record an event after everything under way."""
         at, self._total = self._chunks_at + 2 * MOST_HASHES, total
         stream = self._buffers.stream
         stream.copy_at_once(self._host.ctypes.data + 8 * at, self._there + 8 * at, 8 * total)
@@ -544,7 +546,7 @@ class _Lane:
 
 
 class _Pins:
-    """Host memory that is registered from the beginning on, step by step, on a thread."""
+    """Registers host memory from its beginning on, step by step, on a thread."""
 
     def __init__(
         self,
@@ -556,7 +558,7 @@ class _Pins:
     ) -> None:
         self._device, self._address, self._size, self._back = on, address, size, back
         self._after_seconds, self.begin = after_seconds, threading.Event()
-        # Addresses at which a registration begins, or will: no copy reaches over one
+        # Addresses at which a registration begins, or will begin. No copy may cross one
         self.starts = list(range(address, address + size, PIN_BYTES))
         self.bytes = 0
         self._closing = threading.Event()
@@ -587,7 +589,7 @@ class _Pins:
         return self._address <= low and high <= self._address + self.bytes
 
     def close(self) -> None:
-        """After the last copy."""
+        """Unregister the memory, after the last copy."""
         self._closing.set()
         self.begin.set()
         if threading.current_thread() is not self._thread:  # it may be the store's last user
@@ -601,7 +603,7 @@ class _Pins:
 
 
 def cuts_of(sizes: Ints, room: int) -> list[int]:
-    """Where to cut a row of objects, so that each part fits the room, or has one object."""
+    """Bounds of parts of a row of objects. A part fits the room, or has one object."""
     ends = np.cumsum(sizes)
     cuts, done = [0], 0
     while cuts[-1] < len(sizes):
@@ -633,14 +635,14 @@ def slot_rows(place: Ints, length: Ints, slot: Ints, starts: Sequence[int]) -> R
 
 
 def by_readiness(objects: BusObjects, ready: Ready) -> list[tuple[int, BusObjects]]:
-    """Even objects; or first their runs that are final early, then the others. With events."""
+    """Even objects, or first their runs that are final early and then the others; with events."""
     runs, size, count = int(objects.runs[0]), int(objects.size[0]), len(objects)
     if runs * size * count < EARLY_BYTES:
         return [(ready.last, objects)]
     early = ready.is_early(objects.address, objects.size).reshape(count, runs)
     first = int(early[0].sum())
     alike = (early == (np.arange(runs) < first)).all()
-    if not first or not alike:  # they are not the first runs of all objects
+    if not first or not alike:  # the early runs are not the first ones of all objects
         return [(ready.last, objects)]
     address = objects.address.reshape(count, runs)
     found = []
@@ -661,8 +663,9 @@ def by_readiness(objects: BusObjects, ready: Ready) -> list[tuple[int, BusObject
 def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
     """Copies between the runs of even objects and the objects' places.
 
-    Objects whose runs and places lie at equal distances go together, a copy for each run of an
-    object; others by themselves, a copy each where their runs lie at equal distances.
+    Objects whose runs and places lie at equal distances share copies: one for each run of an
+    object. Any other object has one copy if its runs lie at equal distances, and else one for each
+    run.
     """
     size, runs, count = int(objects.size[0]), int(objects.runs[0]), len(objects)
     address, place = objects.address.reshape(count, runs), objects.place
@@ -687,7 +690,7 @@ def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
         to = place[first] + np.arange(runs) * size
         gaps = place_step[first], step[first]
         parts.append(_fields(to, gaps[0], address[first], gaps[1], size, last - first))
-    for at in np.flatnonzero(~joined & ~single).tolist():  # one at the end of each registration
+    for at in np.flatnonzero(~joined & ~single).tolist():  # as at a registration's end
         to, where = int(place[at]), address[at].tolist()
         copies = [c for run in range(runs) for c in _one(to + run * size, where[run], size, starts)]
         parts.append(np.array(copies, dtype=np.int64).T)
@@ -695,20 +698,19 @@ def run_rows(objects: BusObjects, starts: Sequence[int]) -> Rows:
 
 
 def _fields(*fields: Ints | int) -> Ints:
-    """Fields of `Rows`, of which some are the same for all copies."""
+    """The fields of `Rows`. A field may be one number for all copies."""
     return np.stack(np.broadcast_arrays(*(np.atleast_1d(field) for field in fields)))
 
 
 def _registrations(place: Ints, length: Ints, starts: Sequence[int]) -> tuple[Ints, Bools]:
-    """The registration in which each object begins, and whether it ends there too."""
+    """The registration in which each object begins, and whether the object ends there too."""
     borders = np.asarray(starts, dtype=np.int64)
     begin_in = np.searchsorted(borders, place, side="right")
     return begin_in, begin_in == np.searchsorted(borders, place + length - 1, side="right")
 
 
 def _groups(follows: Bools, *steps: Ints) -> Ints:
-    """Where groups of objects begin, and the end: each follows the one before it, at equal
-    steps."""
+    """The bounds of groups of objects, in which each follows the one before it at equal steps."""
     new = ~follows
     for step in steps:
         new[1:] |= follows[:-1] & (step[1:] != step[:-1])
@@ -717,7 +719,7 @@ def _groups(follows: Bools, *steps: Ints) -> Ints:
 
 
 def _one(place: int, slot: int, length: int, starts: Sequence[int]) -> Iterator[Copy]:
-    """One object, cut where one registration ends and another begins."""
+    """Copies of one object, cut where one registration ends and another begins."""
     end = place + length
     while place < end:
         at = bisect_right(starts, place)

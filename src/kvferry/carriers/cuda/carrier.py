@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The carrier between processes with GPUs on one host: a kernel copies, one-sided.
 
-`register` exports the allocations that regions lie in as CUDA IPC handles. `connect` opens them,
-once per peer. A transfer is one launch, or a few, of a kernel that executes all of its copies
-(stream.py). It is done when an event after them is. Memory of another GPU is reached by peer
-access, where the hardware has it.
+`register` finds the allocations in which the regions lie. `endpoint` exports them as CUDA IPC
+handles, and `connect` opens them, once per peer. A transfer is one launch, or a few, of a kernel
+that executes all of its copies (stream.py). It is done when an event after them is. Memory of
+another GPU is reached by peer access, if the hardware has it.
 
 The owner takes no part in a transfer. It holds a connection open as long as its carrier is open
-(liveness.py), and the initiator looks at this connection before, between and after launches. The
-driver keeps the memory of a dead process while others have it open, so copies from it are wrong,
-not fatal: a transfer during which the owner ended is `PeerLost`.
+(liveness.py), and the initiator checks this connection between and after launches. The driver keeps
+the memory of a dead process while others have it open, so copies from it do not crash. But their
+bytes are wrong, so a transfer during which the owner ended raises `PeerLost`.
 
 An IPC handle opens the whole allocation, so the initiator checks every copy against the owner's
-regions. It does not take a peer's word for them: the owner has vouched for the endpoint (vouch.py),
-and the driver says how much memory a handle has opened.
+regions. It does not trust the endpoint alone: the owner has vouched for it (vouch.py), and the
+driver says how much memory a handle has opened.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class CudaCarrier(Carrier):
         return Pool(on, partial(StreamBuffers, on, triton=self._triton))
 
     def endpoint(self) -> bytes:
-        """Exports the memory and listens, from the first call on."""
+        """The first call exports the memory and begins to listen."""
         with self._lock:
             if self._closed:
                 raise TransferError("the carrier is closed")
@@ -215,7 +215,7 @@ class CudaCarrier(Carrier):
     def _open(
         self, endpoint: CudaEndpoint, allocation: Allocation, mine: Device, opened: list[int]
     ) -> int:
-        """Where a peer's allocation lies in this process."""
+        """The address of a peer's allocation in this process."""
         theirs = next(
             (d for d in map(device, range(device_count())) if d.uuid == allocation.gpu), None
         )
@@ -224,7 +224,7 @@ class CudaCarrier(Carrier):
                 f"GPU {mine.ordinal} ({mine.name}) has no peer access to GPU {theirs.ordinal} "
                 f"({theirs.name}), where the peer's memory lies; use `tcp`, which stages it"
             )
-        if endpoint.process == this_process():  # a peer in this process: nothing is to be opened
+        if endpoint.process == this_process():  # the peer is in this process: nothing to open
             place = place_of(allocation.base)
             if place is None or place.base != allocation.base or place.bytes < allocation.size:
                 raise _other_size(allocation)
@@ -246,7 +246,7 @@ class CudaCarrier(Carrier):
         return address
 
     def submit(self, peer: CudaPeer, copies: Copies | StridedCopies, *, reading: bool) -> Transfer:
-        if self._pool is None:  # nothing is registered: no copy lies inside of it
+        if self._pool is None:  # nothing is registered, so every copy is refused
             self._pool = self._buffers_of(self._device or device(0))
         what = "a cuda read" if reading else "a cuda write"
         src, dst = (peer.memory, self.memory) if reading else (self.memory, peer.memory)
@@ -266,7 +266,7 @@ def _other_size(allocation: Allocation) -> ProtocolError:
 
 @cache
 def this_process() -> bytes:
-    """What tells this process from all others, in whatever container or pid namespace."""
+    """A random id of this process, unique across containers and pid namespaces."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
@@ -286,18 +286,18 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Which process this is, how to see that it lives, and what of its memory can be opened."""
+    """The id of a process, its liveness connection, and the memory that peers can open."""
 
     carrier: Literal["cuda"]
     boot: str
-    process: Token  # random: a pid may be another container's too
-    host: str  # where its pulse is
+    process: Token  # random, because a process of another container may have the same pid
+    host: str  # of its pulse
     pulse_port: Annotated[int, Meta(ge=1, le=65535)]
     token: Token
     incarnation: Token
     allocations: list[Allocation]
     regions: list[tuple[int, int]]
-    voucher: str  # the file of the socket at which the owner vouches for all this
+    voucher: str  # the file of the socket at which the owner vouches for this endpoint
 
     @classmethod
     def decode(cls, raw: bytes) -> CudaEndpoint:
@@ -333,7 +333,7 @@ class CudaPeer:
             self._close_if_unused()
 
     def check(self) -> None:
-        """Refuse to go on with a peer that was disconnected, or that is gone."""
+        """Raise if the peer was disconnected, or is gone."""
         if not self.connected:
             raise Cancelled("the peer was disconnected on this side")
         self._pulse.require_alive()
@@ -352,7 +352,7 @@ class CudaPeer:
 
 
 def _close_all(on: Device, opened: list[int]) -> None:
-    """Allocations of a peer."""
+    """Close allocations of a peer."""
     with on.current():
         for address in opened:
             with contextlib.suppress(CudaError):
@@ -378,17 +378,17 @@ def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[Memory
     return [r for r in regions if base <= r.address and r.address + r.bytes <= base + size]
 
 
-# A transfer queues no more bytes than this at once: `cancel` waits for the end of what is queued.
-# On the same GPU that is 9 milliseconds of an H200, and between GPUs without NVLink about 50.
+# The most bytes that a transfer queues at once, because `cancel` waits until they are copied: 9
+# milliseconds on one H200, and about 50 between GPUs without NVLink.
 QUEUED_BYTES = 16 << 30
 FAR_QUEUED_BYTES = 1 << 30
-MOST_BEGUN = 32  # transfers under way, each with a stream and pinned memory; others wait for theirs
-SWEPT_FROM = 8  # with so many under way, look which of them have ended
+MOST_BEGUN = 32  # transfers under way, each with a stream and pinned memory; others wait
+SWEPT_FROM = 8  # with so many under way, check which of them have ended
 
-SPIN_SECONDS = 300e-6  # of asking again and again, from shortly before the expected end on
-EARLY_SECONDS = 150e-6  # how long before: a nap, and the error of the expectation
-LEARNT_BYTES = 64 << 20  # transfers from which a rate is learnt: less is all latency
-FIRST_RATE = 2e12  # bytes a second, before any was seen
+SPIN_SECONDS = 300e-6  # of polling without naps, from shortly before the expected end on
+EARLY_SECONDS = 150e-6  # begin so long before: a nap, and the error of the estimate
+LEARNT_BYTES = 64 << 20  # of transfers from which a rate is learnt; smaller ones are all latency
+FIRST_RATE = 2e12  # bytes a second, before any is learnt
 
 
 class CudaTransfers:
@@ -406,7 +406,7 @@ class CudaTransfers:
         self._all.pop(transfer, None)
 
     def has_room(self) -> bool:
-        """Whether one more may begin, after those under way have been looked at."""
+        """Whether one more may begin. Checks the transfers under way first."""
         if self._closed:
             raise Cancelled("the carrier is closed")
         if len(self._all) < SWEPT_FROM:
@@ -415,14 +415,14 @@ class CudaTransfers:
         return sum(not transfer.look() for transfer in begun) < MOST_BEGUN
 
     def begin_next(self) -> None:
-        """Begin the transfer that has waited longest for others to end, if there is one."""
+        """Begin the transfer that has waited longest for others to end, if any."""
         for transfer in list(self._all):
             if not transfer.begun:
                 transfer.look()
                 return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
-        """Those of one peer, or all."""
+        """Cancel the transfers of one peer, or all."""
         for transfer, its in list(self._all.items()):
             if peer is None or its is peer:
                 with contextlib.suppress(TransferError):
@@ -436,10 +436,10 @@ class CudaTransfers:
 class CudaTransfer:
     """A `Transfer` without a thread of its own.
 
-    The thread that asks for it queues it, whole in most cases. The rest of a very large one is
-    queued by a thread that waits or polls, whenever the GPU has done what is queued. A thread that
-    waits naps while the end is far, by the rate of earlier transfers, and asks again and again when
-    it is near: a small transfer as a whole takes no longer than a nap.
+    The thread that submits it queues most transfers whole. The rest of a very large one is queued
+    by a thread that waits or polls, whenever the GPU has done what is queued. A thread that waits
+    estimates the end by the rate of earlier transfers. It naps while the end is far, and polls
+    without naps when it is near, because a small transfer takes no longer than a nap.
     """
 
     def __init__(
@@ -452,11 +452,11 @@ class CudaTransfer:
     ) -> None:
         self._transfers, self._pool, self._peer = transfers, pool, peer
         self._steps_on, self._what = steps, what
-        self._buffers: StreamBuffers | None = None  # its own from its beginning to its end
-        self._steps: Iterator[int] | None = None  # left to be queued
+        self._buffers: StreamBuffers | None = None  # from its beginning to its end
+        self._steps: Iterator[int] | None = None  # still to be queued
         self._full = False  # whether it stopped because the buffers were full
-        self._bytes = 0  # queued last
-        self._queued = self._seen = 0.0  # when they were, and when they were last seen to run
+        self._bytes = 0  # of the last queue
+        self._queued = self._seen = 0.0  # when they were queued, and last seen to run
         self._lock = threading.Lock()
         self._ended = False
         self._error: TransferError | None = None
@@ -512,7 +512,7 @@ class CudaTransfer:
         return True
 
     def look(self) -> bool:
-        """Go on with it as far as that can be done now; whether it has ended."""
+        """Continue the transfer as far as possible now. Returns whether it has ended."""
         with self._lock:
             if self._ended:
                 return True
@@ -541,7 +541,7 @@ class CudaTransfer:
             return self._queue(buffers, self._steps, more=running)
 
     def _begin(self) -> bool:
-        """Before the first bytes it is enough to look at the peer when they have arrived."""
+        """Queue the first bytes. The peer is checked when they have arrived."""
         self._peer.hold()
         try:
             self._buffers = buffers = self._pool.take()
@@ -552,8 +552,8 @@ class CudaTransfer:
         return self._queue(buffers, self._steps_on(buffers), more=False)
 
     def _queue(self, buffers: StreamBuffers, steps: Iterator[int], *, more: bool) -> bool:
-        """Queue as much as may be under way, with `more` behind what runs already; whether anything
-        is under way then. The device is current."""
+        """Queue as much as may be under way; with `more`, behind what runs already. Returns whether
+        anything is under way then. The device is current."""
         most = QUEUED_BYTES if self._peer.near else FAR_QUEUED_BYTES
         if not more:
             self._bytes = 0
@@ -577,7 +577,7 @@ class CudaTransfer:
                 self._buffers.drain()
 
     def _end(self) -> None:
-        """Give back what it used. Its bytes are right only if the peer has lived until now."""
+        """Give back its resources. Its bytes are right only if the peer has lived until now."""
         self._transfers.remove(self)
         self._ended = True
         if self._buffers is None:

@@ -2,12 +2,12 @@
 """NVIDIA's driver by ctypes: contexts, memory, memory of other processes, streams and kernels.
 
 Only the driver's own library is needed, neither torch nor the CUDA toolkit. Contexts are the
-devices' primary ones, so that memory and streams of torch work here and ours work there.
-`Device.current` gives a thread its former context back. Every return code is looked at.
+devices' primary ones, so that torch and kvferry can use each other's memory and streams.
+`Device.current` restores the thread's former context. Every return code is checked.
 
 Calls that may wait release the interpreter's lock. Calls that only queue something take a few
-microseconds and keep it: where several threads stage at once, getting the lock back takes longer
-than the call, some 50 microseconds with eight of them (H200, 16 cores).
+microseconds and keep the lock: if several threads stage at once, a thread needs longer to get the
+lock back than the call takes, some 50 microseconds with eight threads (H200, 16 cores).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UUID_BYTES = 16
 
 # Numbers of cuda.h
 _PEER_ACCESS_ALREADY_ENABLED = 704
-_P2P_ATOMIC = 3  # of CUdevice_P2PAttribute: atomic operations, which only NVLink carries
+_P2P_ATOMIC = 3  # of CUdevice_P2PAttribute: atomic operations, which only NVLink supports
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
@@ -53,7 +53,7 @@ class CudaError(TransferError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Copies, each of rows of equal length at equal distances, on the host and on a device."""
+    """Copies between host and device. Each has rows of one length, at equal distances."""
 
     host: Numbers
     host_pitch: Numbers
@@ -72,7 +72,7 @@ class Rows:
 
     def cut(self, most_bytes: int) -> tuple[Rows, list[int]]:
         """The same in copies of at most so many bytes, or of one row; and the bounds of pieces of
-        about as many, with 0 and the end."""
+        about so many bytes, from 0 to the end."""
         if not len(self):
             return self, [0]
         rows = self
@@ -121,7 +121,7 @@ class Driver:
     def __init__(self, library: ctypes.CDLL, keeping: ctypes.PyDLL) -> None:
         self._library, self._keeping = library, keeping
         library.cuIpcOpenMemHandle_v2.argtypes = (c_void_p, _IpcHandle, c_uint)
-        # The calls that latency is made of: found once, with their types, so that they take
+        # The calls that determine latency: looked up once, with their types, so that they take
         # plain numbers. They keep the interpreter's lock.
         self.launch = self._typed("cuLaunchKernel", c_void_p, *(c_uint,) * 7, *(c_void_p,) * 3)
         self.push = self._typed("cuCtxPushCurrent_v2", c_void_p)
@@ -131,7 +131,7 @@ class Driver:
         self.after = self._typed("cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
         numbers = (c_uint64, c_uint64, c_size_t, c_void_p)
         self.copy = self._typed("cuMemcpyAsync", *numbers)
-        # The same for callers that call again and again: they release it.
+        # The same calls for callers that poll or may wait: they release the lock.
         self.ask = self._typed("cuEventQuery", c_void_p, keeping=False)
         self.copy_waiting = self._typed("cuMemcpyAsync", *numbers, keeping=False)
         self.record_waiting = self._typed("cuEventRecord", c_void_p, c_void_p, keeping=False)
@@ -157,7 +157,7 @@ class Driver:
         self.check(name, self.status(name, *arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raise the error of a code that a call has returned."""
+        """Raise an error for a return code that is not zero."""
         if code:
             raise self.error(name, code)
 
@@ -170,7 +170,7 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The driver, initialised; refuses where there is none."""
+    """The initialised driver. Raises if this host has none."""
     try:
         library, keeping = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
     except OSError as error:
@@ -191,8 +191,8 @@ def device_count() -> int:
 
 
 def gpu_links() -> dict[tuple[int, int], str]:
-    """What lies between each two GPUs of this host: NVLink or PCIe, or nothing, where one of them
-    does not reach the other's memory. Takes no memory of any."""
+    """The link between each two GPUs of this host: NVLink or PCIe, or empty if one of them cannot
+    reach the other's memory. Allocates no memory on them."""
     calls, handles = driver(), []
     for ordinal in range(device_count()):
         handle = c_int()
@@ -211,13 +211,13 @@ def gpu_links() -> dict[tuple[int, int], str]:
 
 @cache
 def device(ordinal: int) -> Device:
-    """The device of that number, with its primary context, which stays."""
+    """The device of that number. Its primary context is kept."""
     return Device(ordinal)
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """Which allocation of which device an address lies in."""
+    """The device and the allocation that an address lies in."""
 
     ordinal: int
     base: int
@@ -225,7 +225,7 @@ class DevicePlace:
 
 
 def place_of(address: int) -> DevicePlace | None:
-    """None where it is no device memory."""
+    """The place of an address, or None if it is not device memory."""
     kind, ordinal = c_uint(), c_int()
     at = c_uint64(address)
     calls = driver()
@@ -241,9 +241,9 @@ def place_of(address: int) -> DevicePlace | None:
 
 
 def is_mapped(address: int, size: int) -> bool:
-    """Whether one allocation, of this process or opened by it, has that much from there on.
+    """Whether one allocation, of this process or opened by it, holds `size` bytes at the address.
 
-    Needs no device to be current: which one holds an opened allocation does not matter.
+    No device need be current.
     """
     start, length, at = c_uint64(), c_size_t(), c_uint64(address)
     for value, what in ((start, _ATTRIBUTE_RANGE_START), (length, _ATTRIBUTE_RANGE_BYTES)):
@@ -259,10 +259,10 @@ _thread = _OurThreads()
 
 
 class Current:
-    """A context that is the thread's own inside of a `with` statement.
+    """A context that is current for the thread inside a `with` statement.
 
-    While an engine captures CUDA graphs, a call of another thread, such as taking memory, would end
-    the capture. Threads of ours have nothing to do with it, and say so once each.
+    While an engine captures CUDA graphs, a call of another thread, such as an allocation, would end
+    the capture. So each of our threads once sets its capture mode to relaxed.
     """
 
     __slots__ = ("_context", "_driver", "_popped")
@@ -284,7 +284,7 @@ class Current:
 
 
 class Device:
-    """One GPU. Its methods need it to be current, except where they say so."""
+    """One GPU. It must be current for its methods, unless they say otherwise."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -306,7 +306,7 @@ class Device:
         self.capability = 10 * major.value + minor.value
 
     def current(self) -> Current:
-        """Make it this thread's device for a while. From any thread."""
+        """Makes it this thread's device in a `with` statement. From any thread."""
         return self._current
 
     def can_reach(self, other: Device) -> bool:
@@ -343,8 +343,8 @@ class Device:
         self._driver.call("cuMemFreeHost", c_void_p(address))
 
     def register_host(self, address: int, size: int) -> None:
-        """Let the device read and write this host memory by itself. No copy reaches over the
-        borders of what was registered by one call."""
+        """Let the device read and write this host memory by itself. No copy may cross the border of
+        the memory that one call registered."""
         self._driver.call(
             "cuMemHostRegister_v2", c_void_p(address), c_size_t(size), _HOST_ALLOC_PORTABLE
         )
@@ -353,13 +353,13 @@ class Device:
         self._driver.call("cuMemHostUnregister", c_void_p(address))
 
     def export(self, base: int) -> bytes:
-        """What another process needs to reach the allocation that begins at `base`."""
+        """The handle by which another process opens the allocation that begins at `base`."""
         handle = _IpcHandle()
         self._driver.call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
         return bytes(handle)
 
     def open(self, exported: bytes) -> int:
-        """Where another process's allocation lies in this one."""
+        """Open another process's allocation. Returns its address in this process."""
         handle, address = _IpcHandle.from_buffer_copy(exported), c_uint64()
         self._driver.call("cuIpcOpenMemHandle_v2", byref(address), handle, _IPC_LAZY_PEER_ACCESS)
         return address.value
@@ -372,8 +372,8 @@ class CudaStream:
     """A queue of work on a device, apart from all others. The device must be current."""
 
     def __init__(self, *, urgency: int = 0) -> None:
-        """urgency  kernels of more urgent streams go first, and have other hardware queues, in
-        which nothing waits for a step of an engine, whose streams have urgency 0"""
+        """urgency  kernels of more urgent streams run first, in hardware queues of their own. An
+        engine's streams have urgency 0, so these kernels do not wait behind its steps"""
         self._driver = driver()
         handle, least, greatest = c_void_p(), c_int(), c_int()
         self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
@@ -384,11 +384,11 @@ class CudaStream:
         self.handle = handle
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        """Between any two memories that the device knows. Waits where much is queued already."""
+        """Copy between any two memories that the device knows. Waits if the queue is full."""
         self._driver.check("cuMemcpyAsync", self._driver.copy_waiting(dst, src, size, self.handle))
 
     def copy_at_once(self, dst: int, src: int, size: int) -> None:
-        """The same for few copies, of memory that is the device's or pinned; keeps the lock."""
+        """The same for a few copies of device or pinned memory; keeps the interpreter's lock."""
         self._driver.check("cuMemcpyAsync", self._driver.copy(dst, src, size, self.handle))
 
     def copy_rows(
@@ -400,10 +400,10 @@ class CudaStream:
         gap: Callable[[], None] | None = None,
         gap_bytes: int = 1 << 62,
     ) -> None:
-        """Rows to the host (`outward`) or to the device. It `waits` where the host's memory is not
-        registered.
+        """Copy rows to the host (`outward`) or to the device.
 
-        gap  called between two copies, before more than `gap_bytes` are queued since the last
+        waits  the call may wait: the host's memory is not registered, or the queue may be full
+        gap    called between two copies, before more than `gap_bytes` are queued since the last gap
         """
         rows, cuts = rows.cut(gap_bytes)
         host, there = ("dst", "src") if outward else ("src", "dst")
@@ -428,9 +428,9 @@ class CudaStream:
         )
 
     def wait_for(self, event: CudaEvent | int, *, waits: bool = False) -> None:
-        """What is queued from now on begins after the event, ours or another library's handle.
+        """Work queued from now on begins after the event: ours, or a handle of another library.
 
-        waits  the queue may be full: other threads run meanwhile
+        waits  the queue may be full; other threads run meanwhile
         """
         handle = event if isinstance(event, int) else event.handle
         call = self._driver.after_waiting if waits else self._driver.after
@@ -447,7 +447,7 @@ class CudaEvent:
     """A mark in a stream."""
 
     def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
-        """blocking  `wait` sleeps; else it spins"""
+        """blocking  `wait` sleeps instead of spinning"""
         self._driver = driver()
         handle = c_void_p()
         flags = _EVENT_DEFAULT if timing else _EVENT_DISABLE_TIMING
@@ -456,20 +456,20 @@ class CudaEvent:
         self.handle = handle
 
     def record(self, stream: CudaStream, *, waits: bool = False) -> None:
-        """waits  the queue may be full: other threads run meanwhile"""
+        """waits  the queue may be full; other threads run meanwhile"""
         call = self._driver.record_waiting if waits else self._driver.record
         self._driver.check("cuEventRecord", call(self.handle, stream.handle))
 
     def done(self) -> bool:
-        """Raises where what came before it failed. No device need be current."""
+        """Raises if work before the event failed. No device need be current."""
         return self._is_done(self._driver.query(self.handle))
 
     def done_yet(self) -> bool:
-        """The same for callers that ask again and again: other threads run meanwhile."""
+        """The same for callers that poll: other threads run meanwhile."""
         return self._is_done(self._driver.ask(self.handle))
 
     def wait(self) -> None:
-        """Until it is done, in one call, so that other threads run undisturbed meanwhile."""
+        """Wait until it is done, in one call that does not disturb other threads."""
         self._driver.call("cuEventSynchronize", self.handle)
 
     def _is_done(self, code: int) -> bool:
@@ -478,7 +478,7 @@ class CudaEvent:
         return code == 0
 
     def milliseconds_since(self, other: CudaEvent) -> float:
-        """Both with timing, both done."""
+        """Both events must have timing and be done."""
         value = ctypes.c_float()
         call = self._driver.status("cuEventElapsedTime", byref(value), other.handle, self.handle)
         if call:
@@ -490,7 +490,7 @@ class CudaEvent:
 
 
 class Function:
-    """A kernel from machine code; `launch` from any thread on whose device it was loaded."""
+    """A kernel from machine code. Any thread may launch it, with its device current."""
 
     def __init__(self, code: bytes, name: str, *, warps: int, shared_bytes: int) -> None:
         self._driver = driver()
@@ -504,7 +504,7 @@ class Function:
         self._launch = self._driver.launch
 
     def launch(self, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
-        """`values`: the arguments, each in the low bytes of its eight."""
+        """`values`: the arguments. Each takes eight bytes; the kernel reads the low ones."""
         arguments = getattr(self._local, "arguments", None)
         if arguments is None or len(arguments[0]) != len(values):
             numbers = (c_int64 * len(values))()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels as machine code: compiled by Triton once for each form, launched by the driver.
+"""Kernels as machine code: Triton compiles each form once, and the driver launches it.
 
-Triton compiles for the device without torch. The machine code is loaded and launched here, on our
-own streams. Compiling takes about a second for each form, and Triton keeps the result on disk.
+Triton compiles for the device without torch. This module loads the machine code and launches it on
+our own streams. Compiling takes about a second for each form, and Triton keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SIGNATURE = {
 # Newer versions of Triton append pointers to scratch memory, which our kernels do not use.
 SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
-# Chunks that a program moves, and its warps. Small programs win (measured on an H200: 92 % of the
-# copy peak against 86 % for 16 KiB by four warps), with eight or sixteen 16-byte accesses a thread.
-# Where there are as many chunks as threads, each thread looks one up and the others get it from it.
+# By chunk size: the chunks of a program, and its warps. Small programs are faster (H200: 92 % of
+# the copy peak, 86 % with 16 KiB by four warps), with eight or sixteen 16-byte accesses a thread.
+# With as many chunks as threads, each thread finds one chunk and tells the others.
 TUNING = {64: (64, 2), 256: (32, 1), 1024: (4, 1), 4096: (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A copy kernel that is loaded, the bytes of a chunk, and the chunks of a program."""
+    """A loaded copy kernel, the bytes of a chunk, and the chunks of a program."""
 
     function: Function
     chunk: int
@@ -51,7 +51,7 @@ class Kernel:
 
 
 _lock = threading.Lock()
-_loaded: dict[tuple[object, ...], Function | str] = {}  # or why it cannot be compiled
+_loaded: dict[tuple[object, ...], Function | str] = {}  # or the compiler's error
 _kernels: dict[tuple[int, int, bool, bool, int], Kernel] = {}
 
 
@@ -88,8 +88,7 @@ def kernel(device: Device, chunk: int, *, search: bool, fill: bool, grain: int) 
 
 
 def warm(device: Device) -> None:
-    """Have ready the kernels that copy caches, then those that set bytes to zero which no copy
-    covers."""
+    """Compile and load the kernels that copy caches, then those that set memory to zero."""
     with device.current():
         for fill, search, chunk in product((False, True), (False, True), TUNING):
             kernel(device, chunk, search=search, fill=fill, grain=16)
@@ -102,8 +101,9 @@ def load(
     constants: Mapping[str, int],
     warps: int,
 ) -> Function:
-    """A kernel of triton_kernels.py, compiled if need be; a `TransferError` where that fails, which
-    it does for a form now and then. `constants` are its last arguments. The device is current."""
+    """A kernel of triton_kernels.py, compiled if necessary. Raises a `TransferError` if Triton does
+    not compile it, which happens for single forms. `constants` are its last arguments. The device
+    is current."""
     key = (device.ordinal, name, *constants.values())
     if key not in _loaded:
         with _lock:
@@ -115,7 +115,7 @@ def load(
                 except Exception as error:  # the compiler raises anything
                     log.warning("Triton does not compile %s %s: %s", name, constants, error)
                     _loaded[key] = str(error)
-                else:  # where the device has no memory for it now, the next call tries again
+                else:  # if the device has no memory for it now, the next call tries again
                     _loaded[key] = Function(code, entry, warps=warps, shared_bytes=shared)
     found = _loaded[key]
     if isinstance(found, str):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory for carriers that move host memory: gathered to and scattered from pinned chunks.
 
-    outgoing   one kernel brings runs together on the device, the bus takes them to the host
-    incoming   the bus takes them to the device, one kernel puts them in their places
+    outgoing   a kernel gathers runs on the device, and the bus copies them to the host
+    incoming   the bus copies bytes to the device, and a kernel scatters them to their places
 
-So two hosts with GPUs and only TCP between them work: `TcpCarrier(memory=DeviceMemory(...))` sends
-a chunk while the next ones cross the bus, and receives one while the last ones do (`StagedMemory`).
+So a cache can move between GPUs of two hosts over TCP: `TcpCarrier(memory=DeviceMemory(...))` sends
+a chunk while the next ones cross the bus, and receives one while earlier ones do (`StagedMemory`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceMemory(StagedMemory, MixingMemory):
-    """Regions of one GPU's memory; any number of threads."""
+    """Regions of one GPU's memory. Any thread may use it."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         places = [place_of(region.address) for region in regions]
@@ -52,7 +52,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
         self._device = device(ordinals.pop())
         self._memory = Mapped.of([(regions, 0)])
         self._pool = StagingPool(self._device)
-        self.warmed = threading.Event()  # set when the first use finds kernels and buffers
+        self.warmed = threading.Event()  # set when kernels and buffers are ready for the first use
         start_compiler(self._warm, "kvferry-cuda-warm")
 
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
@@ -99,7 +99,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
             done += len(chunk)
 
     def mix(self, address: Ints, length: Ints) -> Mixed:
-        """The sums of `mix128` (checksum.py): by a kernel, where runs are aligned as caches are."""
+        """The sums of `mix128` (checksum.py): by a kernel, if runs are aligned as caches are."""
         self._require(address, length)
         if len(address) == 0 or not (kernels.available() and takes(address, length)):
             return mix_on_host(self, address, length)
@@ -114,7 +114,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
             staging.finish()
 
     def close(self) -> None:
-        """Give staging memory back, except for buffers in use."""
+        """Free staging memory, except for buffers in use."""
         self._pool.close()
 
     def _warm(self) -> None:
@@ -133,7 +133,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
             self.warmed.set()
 
     def _gather(self, staging: StagingBuffers, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
-        """Queue chunk after chunk. The caller has done with the chunk one ring before."""
+        """Queue chunk after chunk. The caller no longer uses the chunk one ring before."""
         for number, piece in enumerate(parts):
             with self._device.current():
                 half = staging.half(number)
@@ -153,8 +153,8 @@ class DeviceMemory(StagedMemory, MixingMemory):
             raise TransferError(f"runs of {int(runs.length.sum())} bytes and a buffer of {room}")
 
 
-PIECE_BYTES = 16 << 20  # of one kernel: its launch costs 0.1 ms, the bus takes 0.3 for so much
-CHUNK_BYTES = 4 << 20  # of one call of a socket: 1 ms, against some 20 us of Python for each
+PIECE_BYTES = 16 << 20  # of one kernel; its launch takes 0.1 ms, its bytes 0.3 ms of the bus
+CHUNK_BYTES = 4 << 20  # of one socket call, which takes 1 ms, and some 20 us of Python
 RING_CHUNKS = 3  # under way
 
 
@@ -176,10 +176,10 @@ class StagedPiece:
 
 
 def pieces(address: Ints, length: Ints, piece_bytes: int = PIECE_BYTES) -> Iterator[StagedPiece]:
-    """The runs in their order, so that each piece fits a half."""
+    """The runs in their order, in pieces that fit a half."""
     for part in slices(Copies(address, address, length), piece_bytes):
         count, longest = len(part), int(part.length.max())
-        if longest == int(part.length.min()):  # said by one number, nothing is added up
+        if longest == int(part.length.min()):  # one number says all; nothing is added up
             equal = np.broadcast_to(np.asarray([longest], dtype=np.int64), count)
             yield StagedPiece(
                 part.src, equal, np.arange(0, count * longest, longest), count * longest
@@ -190,7 +190,7 @@ def pieces(address: Ints, length: Ints, piece_bytes: int = PIECE_BYTES) -> Itera
 
 
 class Chunk:
-    """Pinned memory, and when the bus is done with it."""
+    """Pinned memory, and the event after which the bus no longer uses it."""
 
     def __init__(self, on: Device, size: int) -> None:
         self.count = size  # bytes in use
@@ -203,7 +203,7 @@ class Chunk:
             self.free = undo.pop_all().close
 
     def settled(self) -> Bytes:
-        """Its bytes, once the copy that is queued for them is done."""
+        """Wait for the copy that is queued for its bytes, and return them."""
         if self.used:
             wait_event(self.moved)
             self.used = False
@@ -211,7 +211,7 @@ class Chunk:
 
 
 class Half:
-    """Device memory for one piece; there are two, which take turns."""
+    """Device memory for one piece. Two halves take turns."""
 
     def __init__(self, on: Device, size: int) -> None:
         self.bytes = size
@@ -227,13 +227,13 @@ class Half:
 class StagingBuffers:
     """Two streams, two halves of device memory and a ring of pinned chunks, for one thread.
 
-        kernel   brings a piece's runs together in a half, or puts them in their places
-        bus      takes a half to the host, or fills it, a chunk at a time
+        kernel   gathers a piece's runs in a half, or scatters them to their places
+        bus      copies a half to the host, or fills it, a chunk at a time
         ring     a few pinned chunks: the carrier sends or fills one while others cross the bus
 
     The streams wait for each other on the device, by events; the host waits for chunks only. The
-    ring is small, so that its bytes stay in the processor's cache (8 streams of plain sockets:
-    42 GB/s over 4 MiB each, 23 over 32). The device must be current.
+    ring is small, so that its bytes stay in the processor's cache (8 connections: 42 GB/s with 4
+    MiB each, 23 GB/s with 32 MiB). The device must be current.
     """
 
     def __init__(self, on: Device, width: Width = WIDE) -> None:
@@ -241,7 +241,7 @@ class StagingBuffers:
         self._ring: list[Chunk] = []
         self._turn = 0
         self._halves: list[Half] = []
-        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+        with contextlib.ExitStack() as undo:  # if one step fails, undo the others
             self.stream_buffers = StreamBuffers(on)
             undo.callback(self.stream_buffers.free)
             self.bus = kept(undo, CudaStream())
@@ -254,7 +254,7 @@ class StagingBuffers:
             self._made = undo.pop_all()
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Begin a use. Nothing is under way."""
         self.stream_buffers.begin()
         for chunk in self._ring:
             chunk.used = False
@@ -262,7 +262,7 @@ class StagingBuffers:
             half.used = False
 
     def half(self, number: int) -> Half:
-        """The half whose turn it is. Its stream waits on the device until it is free."""
+        """The half whose turn it is. The streams wait on the device until it is free."""
         half = self._halves[number % 2]
         if half.used:
             self.stream_buffers.stream.wait_for(half.moved)
@@ -271,14 +271,14 @@ class StagingBuffers:
         return half
 
     def gather(self, piece: StagedPiece, half: Half, memory: Mapped) -> None:
-        """Bring the runs to the half, before the bus is given more."""
+        """Gather the runs in the half. The bus waits for that."""
         copies = Copies(piece.address, piece.offsets + half.there, piece.length)
         self.stream_buffers.copy(copies, memory, half.mapped)
         half.computed.record(self.stream_buffers.stream)
         self.bus.wait_for(half.computed)
 
     def scatter(self, piece: StagedPiece, half: Half, memory: Mapped) -> None:
-        """Put the half's bytes in their places, after the bus has filled it."""
+        """Scatter the half's bytes to their places, after the bus has filled it."""
         half.moved.record(self.bus)
         self.stream_buffers.stream.wait_for(half.moved)
         copies = Copies(piece.offsets + half.there, piece.address, piece.length)
@@ -286,14 +286,14 @@ class StagingBuffers:
         half.computed.record(self.stream_buffers.stream)
 
     def chunk(self, left: int) -> Chunk:
-        """The chunk whose turn it is, for so many bytes or as many as it holds."""
+        """The chunk whose turn it is, for `left` bytes or as many as it holds."""
         chunk = self._ring[self._turn % RING_CHUNKS]
         self._turn += 1
         chunk.count = min(left, self.width.chunk_bytes)
         return chunk
 
     def cross(self, chunk: Chunk, dst: int, src: int) -> None:
-        """Have the bus copy a chunk's bytes, to it or from it."""
+        """Have the bus copy bytes to or from a chunk."""
         self.bus.copy_at_once(dst, src, chunk.count)
         chunk.moved.record(self.bus)
         chunk.used = True
@@ -302,7 +302,7 @@ class StagingBuffers:
         self.stream_buffers.finish()
 
     def drain(self) -> None:
-        """Wait for all that is queued, also if it failed."""
+        """Wait for all queued work, even if it failed."""
         self.stream_buffers.drain()
         with contextlib.suppress(TransferError):
             self.bus.synchronize()
@@ -312,41 +312,42 @@ class StagingBuffers:
         self._made.close()
 
 
-MOST_BUFFERS = 16  # what one peer uses at most: four transfers, four streams each
-KEPT_BUFFERS = 4  # what one transfer uses
+MOST_BUFFERS = 16  # the most that one peer uses: four transfers of four streams each
+KEPT_BUFFERS = 4  # as many as one transfer uses
 NARROW_AFTER_SECONDS = 0.25  # a frame takes some ten milliseconds
 LINGER_SECONDS = 10.0
 
 
 class StagingPool:
-    """The staging buffers of one device: a bounded number, kept for the next use. Any thread.
+    """The staging buffers of one device: a bounded number, kept for the next use. Any thread may
+    use it.
 
     Staging buffers have 44 MiB. A thread that sends or receives keeps them until the other side has
-    taken or sent its bytes, which may need staging buffers over there. If threads waited for them
-    without an end, two sides whose buffers are all held by transfers that wait for each other would
-    wait for ever. So:
+    received or sent its bytes, and the other side may need staging buffers for that. If threads
+    waited for buffers without a limit, two sides could wait for each other for ever. So:
 
-        some are idle          they are taken, the last ones that were used first
-        fewer than the most    new ones are made
-        else                   the thread waits, `NARROW_AFTER_SECONDS` at most. Then it gets narrow
-                               ones, which have little memory, are slower, and are freed after use
+        some are idle              the thread takes those that were used last
+        fewer than `MOST_BUFFERS`  the thread makes new ones
+        else                       the thread waits up to `NARROW_AFTER_SECONDS`. Then it makes
+                                   narrow ones, which have little memory and are slower, and frees
+                                   them after use
 
-    Idle ones beyond `KEPT_BUFFERS` that have not been used for `LINGER_SECONDS` are freed when
-    others are given back. A thread does it, because freeing waits for the device, and so for the
-    engine's steps.
+    Idle buffers beyond `KEPT_BUFFERS` that were not used for `LINGER_SECONDS` are freed when others
+    are given back. A thread of the pool frees them, because that waits for the device, and so for
+    the engine's steps.
     """
 
     def __init__(self, on: Device) -> None:
         self._device = on
         self._changed = threading.Condition()
-        self._idle: list[tuple[StagingBuffers, float]] = []  # since when; the newest last
+        self._idle: list[tuple[StagingBuffers, float]] = []  # and since when; the newest last
         self._wide = 0  # that exist, or are being made
         self._closed = False
         self._freeing = Threads("kvferry-staging-free", 1)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[StagingBuffers]:
-        """Buffers for one thread; when they are given back, nothing of them is under way."""
+        """Buffers for one thread. Nothing is under way when they are given back."""
         staging = self._take()
         try:
             staging.begin()
@@ -379,7 +380,7 @@ class StagingPool:
         try:
             with self._device.current():
                 return StagingBuffers(self._device, width)
-        except BaseException:  # not counted: perhaps the device has no memory left
+        except BaseException:  # perhaps the device has no memory left
             with self._changed:
                 self._wide -= width is WIDE
                 self._changed.notify()
@@ -399,7 +400,7 @@ class StagingPool:
         self._free(unused)
 
     def _removed(self) -> list[StagingBuffers]:
-        """The oldest of the idle buffers, without those that are kept. The lock is held."""
+        """With the lock held: remove the oldest idle buffers, but for those that are kept."""
         old = time.monotonic() - LINGER_SECONDS
         used = sum(since > old for _, since in self._idle)
         left = 0 if self._closed else max(KEPT_BUFFERS, used)
@@ -421,7 +422,7 @@ class StagingPool:
 
 GRAIN = 16  # addresses and lengths that the mixing kernel takes are multiples of it
 SLOTS = 64  # pairs of sums
-WHOLE = 1 << 40  # bytes of a launch: only the number of runs is bounded
+WHOLE = 1 << 40  # bytes of a launch; only the number of runs is bounded
 # Chunks of a program and its warps, measured on an H200: 2.4 TB/s at 256 B, 3.0 from 1 KiB on.
 TUNING = {64: (64, 2), 256: (16, 2), 1024: (4, 1), 4096: (1, 2)}
 
@@ -433,13 +434,13 @@ _SIGNATURE = {
 
 
 def takes(address: Ints, length: Ints) -> bool:
-    """Whether the kernel can mix these."""
+    """Whether the kernel can mix these runs."""
     bits = int(np.bitwise_or.reduce(address)) | int(np.bitwise_or.reduce(length))
     return bits % GRAIN == 0
 
 
 def mix(buffers: StreamBuffers, address: Ints, length: Ints) -> Mixed:
-    """`mix128` of runs that were checked, on buffers of their device, which is current."""
+    """`mix128` of runs that were checked. The device of the buffers is current."""
     total = Mixed()
     for part in slices(Copies(address, address, length), WHOLE):
         total = total.plus(_mix(buffers, part.src, part.length, total.words))

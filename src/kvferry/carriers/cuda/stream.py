@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way in which bytes are copied on a GPU: copies, checked and cut, become kernel launches.
+"""Copies on a GPU: copies are checked, cut, and become kernel launches.
 
     for queued in buffers.steps(copies, src, dst):   # the bytes of each launch
-        ...                                          # stop here, or look at a deadline
-    buffers.finish()                                 # or look at `buffers.end`
+        ...                                          # stop here, or check a deadline
+    buffers.finish()                                 # or poll `buffers.end`
 
 A batch is a table of numbers (`StridedCopies`). The numbers are written side by side into pinned
-memory, which the GPU gets them from. There they are looked at: do both sides lie in registered
-memory, are all lengths equal, what do all addresses and lengths have as a common divisor? A NumPy
-call takes as long as copying some megabytes, so there is one for each question, not for each table.
+memory, from which the GPU gets them. The thread examines them there: do both sides lie in
+registered memory, are all lengths equal, what is the common divisor of all addresses and lengths?
+The GPU copies some megabytes in the time of one NumPy call. So there is one call for each question,
+not one for each table.
 
-A long batch is written piece by piece: the GPU copies a piece while the next one, twice as long, is
-on its way. A batch with more segments than `WINDOW` is cut into several. Nothing moves before all
-of it is known to lie in registered memory.
+A long batch is written in pieces: the GPU copies a piece while the next one, twice as long, is
+written. A batch with more segments than `WINDOW` is cut into several. Nothing moves before all of
+it is known to lie in registered memory.
 
 Batches with empty copies, or with memory that is registered in pieces, become single copies with
-addresses of this process, and go the same way. Without Triton, each copy is a `cuMemcpyAsync`.
+addresses of this process, and are launched in the same way. Without Triton, each copy is a
+`cuMemcpyAsync`.
 """
 
 from __future__ import annotations
@@ -43,25 +45,25 @@ from kvferry.errors import TransferError
 SLOTS = 3  # batches whose numbers are in use at once
 WINDOW = 1 << 17  # segments of one batch at most
 SLOT_NUMBERS = 4 * WINDOW + 4096  # of a batch with uneven lengths: src, dst, length, first chunk
-LEAST_SLOT_NUMBERS = 1 << 14  # the first size of a slot: most requests never need more
+LEAST_SLOT_NUMBERS = 1 << 14  # the first size of a slot; most requests need no more
 LAUNCH_BYTES = 1 << 30  # about half a millisecond on an H200
 MOST_ITEMS = 1 << 30  # chunks of one launch; their numbers are 32-bit integers
 GRAINS = (16, 4, 1)
 
-# So many numbers are looked at together; longer tables one by one, which takes half the time for
-# each number and a microsecond more for each table.
+# Up to so many numbers are examined together. Longer tables are examined one by one, which takes
+# half the time for each number, and a microsecond more for each table.
 TOGETHER_NUMBERS = 1 << 13
-LEAST_PIECE = 1 << 12  # segments of the first piece: a few microseconds to write
+LEAST_PIECE = 1 << 12  # segments of the first piece; written in a few microseconds
 PIECES = (-(-WINDOW // LEAST_PIECE)).bit_length()  # of a batch, at most
-PIECEWISE_BYTES = 64 << 20  # less is copied before the next piece is written
-# A kernel with so few chunks reads the numbers from pinned memory. With more, every program would
-# read its own across the bus, and one copy of them all is sooner done.
+PIECEWISE_BYTES = 64 << 20  # a smaller batch would be copied before its next piece is written
+# A kernel with at most so many chunks reads the numbers from pinned memory. With more chunks, one
+# copy of all numbers is faster than the reads of every program across the bus.
 DIRECT_ITEMS = 1 << 5
 SYSTEM_COPIES = 256  # without Triton: copies of one step
 
-SLOT_COST_BYTES = 64  # the cost of finding a chunk, in bytes that could be moved meanwhile
-SAMPLE = 1024  # lengths that a chunk is chosen by
-NAP_SECONDS = 20e-6  # the kernel makes about 70 microseconds of it
+SLOT_COST_BYTES = 64  # the cost of finding a chunk, in bytes that could be moved in that time
+SAMPLE = 1024  # lengths by which a chunk is chosen
+NAP_SECONDS = 20e-6  # Linux sleeps about 70 microseconds
 
 T = TypeVar("T", CudaStream, CudaEvent)
 
@@ -77,14 +79,14 @@ class StreamBuffers:
     ) -> None:
         self.device = device
         self._most_slots = slots
-        self.end: CudaEvent | None = None  # after all that is queued; None: nothing is
+        self.end: CudaEvent | None = None  # after all queued work; None: nothing is queued
         self._kernels = kernels.available() if triton is None else triton
         self._slots: list[_Slot] = []
         self._next = 0
-        self._running = False  # whether numbers were brought since `begin`
-        with contextlib.ExitStack() as undo:  # all of it, or nothing is left
+        self._running = False  # whether numbers were uploaded since `begin`
+        with contextlib.ExitStack() as undo:  # if one step fails, undo the others
             self.stream = kept(undo, CudaStream(urgency=urgency))
-            # A second stream brings the next launch's numbers while the last launch runs.
+            # A second stream uploads the next launch's numbers while the last launch runs.
             self._aside = kept(undo, CudaStream(urgency=urgency))
             self._brought = kept(undo, CudaEvent())
             self._mark = kept(undo, CudaEvent())
@@ -101,8 +103,8 @@ class StreamBuffers:
     ) -> Iterator[int]:
         """Queue the copies, launch by launch; yields the bytes of each launch.
 
-        `OutOfBounds` before the first launch where any copy leaves registered memory. With `fill`,
-        the destinations are set to zero instead.
+        `OutOfBounds` before the first launch if any copy leaves registered memory. With `fill`, the
+        destinations are set to zero instead.
         """
         if isinstance(copies, Copies):
             copies = StridedCopies.of_copies(Copies.of(copies))
@@ -129,7 +131,7 @@ class StreamBuffers:
             pass
 
     def begin(self) -> None:
-        """Nothing is under way: use the first slots again, so that others need not be made."""
+        """Begin a use, from the first slot on. Nothing is under way."""
         self._next, self._running, self.end = 0, False, None
         for slot in self._slots:
             slot.used = False
@@ -144,7 +146,7 @@ class StreamBuffers:
         return slot.used and not slot.done.done()
 
     def slot(self, numbers: int) -> _Slot:
-        """The slot whose turn it is, with room for so many, once the GPU has done with it."""
+        """The slot whose turn it is, with room for so many numbers. Waits for the GPU."""
         if self._next == len(self._slots):
             self._slots.append(_Slot(self.device))
         slot = self._slots[self._next]
@@ -156,8 +158,8 @@ class StreamBuffers:
         return slot
 
     def upload(self, dst: int, src: int, size: int) -> None:
-        """Bring numbers to the device, before the next launch and beside the one that runs: queued
-        behind it, every launch would begin some 20 microseconds late."""
+        """Copy numbers to the device for the next launch, while the last one runs. Queued behind
+        that, the copy would delay the next launch by some 20 microseconds."""
         if not self._running:
             self.stream.copy_at_once(dst, src, size)
             self._running = True
@@ -167,18 +169,18 @@ class StreamBuffers:
         self.stream.wait_for(self._brought)
 
     def mark_end(self) -> None:
-        """`end` comes after all that is queued now."""
+        """Let `end` come after all work that is queued now."""
         self._mark.record(self.stream)
         self.end = self._mark
 
     def finish(self) -> None:
-        """Wait until all that was queued is done, and visible."""
+        """Wait until all queued work is done, and its bytes are visible."""
         if self.end is not None:
             wait_event(self.end)
         self._running = False
 
     def drain(self) -> None:
-        """Wait for all that is queued, also if it failed."""
+        """Wait for all queued work, even if it failed."""
         for stream in (self._aside, self.stream):
             with contextlib.suppress(Exception):
                 stream.synchronize()
@@ -190,7 +192,7 @@ class StreamBuffers:
         self._made.close()
 
     def _batch(self, copies: StridedCopies, src: Mapped, dst: Mapped, fill: bool) -> _Batch | None:
-        """Numbers in a slot, looked at and checked; None where they cannot be taken as they are."""
+        """Write, examine and check the numbers of a batch; None if they need another form."""
         rows, steps, segments = len(copies.src_rows), len(copies.src_steps), len(copies.lengths)
         tables = [
             copies.src_rows,
@@ -225,7 +227,7 @@ class StreamBuffers:
             low = lows[2 + side] + lows[4 + side]
             high = highs[2 + side] + highs[4 + side] + longest
             shift = memory.shift_of(lows[side] + low, highs[side] + high)
-            if shift is None and (uneven or not together):  # now exactly
+            if shift is None and (uneven or not together):  # check the exact range
                 low = lows[2 + side] + int(np.minimum.reduce(tables[4 + side]))
                 high = highs[2 + side] + last_end(tables[4 + side], copies.lengths, longest)
                 shift = memory.shift_of(lows[side] + low, highs[side] + high)
@@ -251,14 +253,14 @@ class StreamBuffers:
         found = kernels.kernel(self.device, chunk, search=uneven, fill=fill, grain=grain)
         if found is None or (longest // found.chunk + 1) * segments * steps > MOST_ITEMS:
             return None
-        # An idle GPU gets a first piece soon; a busy one has something to do meanwhile.
+        # An idle GPU gets a small first piece soon. A busy GPU has other work meanwhile.
         whole = together or bytes_ <= PIECEWISE_BYTES or self.end is not None
         piece = segments if whole else LEAST_PIECE
         written = segments if together else 0
         return _Batch(slot, tables, found, shifts, length, longest, outer, piece, written)
 
     def _launch(self, batch: _Batch) -> Iterator[int]:
-        """Write the rest of a batch's numbers, bring them to the device, launch the kernel."""
+        """Write the rest of a batch's numbers, upload them, and launch the kernel."""
         slot, tables, length, kernel = batch.slot, batch.tables, batch.length, batch.kernel
         numbers, chunk = slot.numbers, kernel.chunk
         rows, steps, segments = len(tables[0]), len(tables[2]), len(tables[4])
@@ -302,7 +304,7 @@ class StreamBuffers:
                 yield row_bytes * (stop - begin) // per_row
 
     def _by_driver(self, copies: Copies, fill: bool) -> Iterator[int]:
-        """Copies at addresses of this process, one call of the driver for each."""
+        """Queue copies at addresses of this process, one driver call for each."""
         for first in range(0, len(copies), SYSTEM_COPIES):
             some = copies[first : first + SYSTEM_COPIES]
             for src, dst, length in zip(
@@ -324,7 +326,7 @@ P = TypeVar("P", bound=Freeable)
 
 
 class Pool(Generic[P]):
-    """Buffers of one device, made when they are needed and used again. Any thread."""
+    """Buffers of one device, made when needed and used again. Any thread may use it."""
 
     def __init__(self, device: Device, make: Callable[[], P], most: int = sys.maxsize) -> None:
         self.device = device
@@ -335,7 +337,7 @@ class Pool(Generic[P]):
         self._closed = False
 
     def take(self, deadline: float = 0.0) -> P:
-        """Idle buffers, or new ones; waits while there are as many as there may be."""
+        """Idle buffers, or new ones. Waits until the deadline while `most` are in use."""
         with self._changed:
             if not self._idle and self._count >= self._most:
                 self._changed.wait_for(
@@ -357,7 +359,7 @@ class Pool(Generic[P]):
             raise
 
     def put(self, buffers: P) -> None:
-        """Nothing of them is under way."""
+        """Give buffers back. Nothing of them is under way."""
         with self._changed:
             self._changed.notify()
             if not self._closed:
@@ -368,7 +370,7 @@ class Pool(Generic[P]):
             buffers.free()
 
     def close(self) -> None:
-        """Free what is idle, and the rest when it is given back. Idempotent."""
+        """Free idle buffers now, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -377,14 +379,14 @@ class Pool(Generic[P]):
                 buffers.free()
 
 
-FAR = 1 << 62  # sums of numbers below it fit
+FAR = 1 << 62  # the sum of two numbers below it fits int64
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """Registered device memory by its owner's addresses, and where it lies in this process.
 
-    No region reaches over two allocations. A region's shift is its distance from the owner's.
+    No region spans two allocations. A region's shift is its address here minus the owner's.
     """
 
     table: RegionTable
@@ -393,7 +395,7 @@ class Mapped:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Sequence[MemoryRegion], int]]) -> Mapped:
-        """Regions of each allocation, and its shift."""
+        """Made from the regions of each allocation, and its shift."""
         tables = [(RegionTable.of(regions), shift) for regions, shift in parts]
         none = np.empty(0, dtype=np.int64)
         starts = np.concatenate([none, *(t.starts for t, _ in tables)])
@@ -405,15 +407,15 @@ class Mapped:
         return cls(RegionTable(*arrays[:2]), arrays[2], spans)
 
     def shift_of(self, low: int, high: int) -> int | None:
-        """The shift of the region that holds all from `low` to `high`; None where none does."""
-        at = bisect_right(self.spans, (low, 1 << 63)) - 1  # sooner than NumPy is called
+        """The shift of the region that holds everything from `low` to `high`, or None."""
+        at = bisect_right(self.spans, (low, 1 << 63)) - 1  # faster than a NumPy call
         if at < 0 or high > self.spans[at][1]:
             return None
         return self.spans[at][2]
 
     def shifted(self, rows: Ints, low: int, high: int) -> Ints | None:
-        """Rows where they lie here, each of which reaches from `low` to `high` around it; None
-        where one of them does not lie in one region."""
+        """The rows' addresses in this process. Each row spans `low` to `high` relative to itself.
+        None if one of them does not lie in one region."""
         if max(abs(low), abs(high), int(rows.max()), -int(rows.min())) >= FAR:
             return None
         lows = rows + low
@@ -422,7 +424,7 @@ class Mapped:
         return rows + self._shifts_at(lows)
 
     def here(self, address: Ints) -> Ints:
-        """Addresses in this process, of ranges that were checked."""
+        """The addresses in this process of ranges that were checked."""
         return address if len(self.table) == 0 else address + self._shifts_at(address)
 
     def _shifts_at(self, address: Ints) -> Ints:
@@ -434,7 +436,7 @@ ANYWHERE = Mapped.of([([MemoryRegion(0, (1 << 63) - 1)], 0)])  # for addresses t
 
 
 def require_inside(copies: StridedCopies, src: Mapped, dst: Mapped, *, reading: bool) -> None:
-    """Every copy lies in registered memory on both sides, or `OutOfBounds`."""
+    """Raise `OutOfBounds` unless every copy lies in registered memory on both sides."""
     if copies.descriptors == 0:
         return
     shortest, longest = int(copies.lengths.min()), int(copies.lengths.max())
@@ -465,7 +467,7 @@ def last_end(starts: Ints, lengths: Ints, longest: int) -> int:
 
 
 def launches(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """First row, first and last item of each launch, so that none takes long."""
+    """First row, first item and last item of each launch, so that none takes long."""
     most_rows = max(1, MOST_ITEMS // per_row)
     most_items = max(1, LAUNCH_BYTES * per_row // max(1, row_bytes))
     for row in range(0, rows, most_rows):
@@ -475,20 +477,20 @@ def launches(rows: int, per_row: int, row_bytes: int) -> Iterator[tuple[int, int
 
 
 def best_chunk(lengths: Ints) -> int:
-    """The chunk size that wastes least: too long leaves threads idle, too short costs finding."""
+    """The chunk size that wastes least: long ones leave threads idle, short ones cost searches."""
     chunks = tuple(kernels.TUNING)
     costs = [int((-(-lengths // chunk)).sum()) * (chunk + SLOT_COST_BYTES) for chunk in chunks]
     return chunks[int(np.argmin(costs))]
 
 
 def wait_event(event: CudaEvent) -> None:
-    """Wait until it is done. An interrupt would come later than this, above all in a VM."""
+    """Wait until it is done, by polling: an interrupt would come later, above all in a VM."""
     while not event.done():
         time.sleep(NAP_SECONDS)
 
 
 def kept(undo: contextlib.ExitStack, made: T) -> T:
-    """The same; `undo` destroys it."""
+    """Return it, and let `undo` destroy it."""
     undo.callback(made.destroy)
     return made
 
@@ -501,7 +503,7 @@ class _Batch:
     tables: list[Ints]
     kernel: kernels.Kernel
     shifts: list[int]  # of both sides
-    length: int  # of all segments; 0: they differ
+    length: int  # of all segments; 0 if lengths differ
     longest: int
     outer: int  # numbers of rows and steps, which are in the slot
     piece: int  # segments of the first piece
@@ -509,7 +511,7 @@ class _Batch:
 
 
 class _Slot:
-    """Numbers of one batch, on both sides, and when the GPU is done with them."""
+    """The numbers of one batch, on host and device, and the event after their last use."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -521,7 +523,7 @@ class _Slot:
             undo.pop_all()
 
     def hold(self, numbers: int) -> None:
-        """Have room for so many. The GPU has done with it; its numbers are lost where it grows."""
+        """Make room for so many numbers. The GPU does not use the slot; old numbers may be lost."""
         if numbers > len(self.numbers):
             made = self._made(max(numbers, min(SLOT_NUMBERS, 1 << numbers.bit_length())))
             address, there = self.address, self.there
@@ -534,7 +536,7 @@ class _Slot:
         self._drop(self.address, self.there)
 
     def _made(self, numbers: int) -> tuple[Ints, int]:
-        """Room for so many on both sides, or on none."""
+        """Allocate room for so many numbers on host and device, or on neither."""
         pinned = self._device.pinned(8 * numbers)
         try:
             return pinned.view(np.int64), self._device.allocate(8 * numbers)
@@ -550,7 +552,7 @@ class _Slot:
 
 
 def _windows(copies: StridedCopies) -> Iterable[StridedCopies]:
-    """The same with at most `WINDOW` segments each; nothing where there is no copy."""
+    """The same in batches of at most `WINDOW` segments; none if there is no copy."""
     segments = len(copies.lengths) if copies.descriptors else 0
     if 0 < segments <= WINDOW:
         return (copies,)
@@ -559,7 +561,7 @@ def _windows(copies: StridedCopies) -> Iterable[StridedCopies]:
 
 
 def _singly(copies: StridedCopies, src: Mapped, dst: Mapped) -> Iterator[Copies]:
-    """Single copies that were checked, at addresses of this process; none is empty."""
+    """The same, which were checked, as single copies at addresses of this process; none empty."""
     for part in copies.singly(WINDOW):
         some = part.without_empty()
         if len(some):
@@ -571,11 +573,11 @@ def _chunk_for(length: int) -> int:
     return best_chunk(np.asarray([length], dtype=np.int64))
 
 
-Look = tuple[list[int], list[int], list[int]]  # of each table: least, most, bits set in any
+Look = tuple[list[int], list[int], list[int]]  # minimum, maximum and bitwise or of each table
 
 
 def _look_together(numbers: Ints, tables: Sequence[Ints]) -> Look:
-    """At tables that were written there one after another."""
+    """Examine tables that were written there one after another."""
     heads = _heads(*map(len, tables[:-1]))
     return (
         np.minimum.reduceat(numbers, heads).tolist(),
@@ -590,8 +592,8 @@ def _heads(*sizes: int) -> Ints:
 
 
 def _look_at_each(tables: Sequence[Ints]) -> Look:
-    """At tables where they are. Where no segment is negative, 0 stands for the least of them, and
-    all bits that are set in any of them stand for the most: that is found in one pass."""
+    """Examine tables where they are. If no segment is negative, 0 is a lower bound of segments, and
+    their bitwise or an upper bound, so that one pass finds both."""
     lows, highs, bits = look = ([], [], [])  # type: Look
     for number, table in enumerate(tables):
         bits.append(int(np.bitwise_or.reduce(table)))

@@ -5,7 +5,7 @@ This module needs Triton, and is imported when a kernel is used.
 
 A copy's addresses are sums, `rows[r] + segments[s] + steps[k]` on each side, plus a shift. Three
 arrays of single copies are the case of one row and one step. Copies are cut into *chunks* of at
-most `CHUNK` bytes, and each program moves `COUNT` chunks, all at once: so long runs spread over the
+most `CHUNK` bytes, and each program moves `COUNT` chunks at once. So long runs spread over the
 whole GPU, short runs share a program, and every thread has several 16-byte accesses under way.
 
 Which chunk belongs to which copy:
@@ -14,9 +14,9 @@ Which chunk belongs to which copy:
     search    `firsts[s]` is the first chunk of segment s: a binary search for the program's first
               chunk, and a short one from there for the others (each segment has a chunk or more)
 
-`GRAIN` is the largest of 16, 4 and 1 that divides all addresses and lengths. Below 16, a chunk
-whose two ends are misaligned alike moves its edges in grains and all between in 16-byte accesses;
-one whose ends are misaligned differently moves in grains.
+`GRAIN` is the largest of 16, 4 and 1 that divides all addresses and lengths. Below 16, if source
+and destination of a chunk have the same misalignment, its edges move in grains and the rest in
+16-byte accesses. If their misalignments differ, the whole chunk moves in grains.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _move(src, dst, count, FILL: tl.constexpr, MOST: tl.constexpr):
     else:
         of = tl.multiple_of(src[:, None].to(tl.pointer_type(tl.int64)) + at, (16, 16))
         of = tl.max_contiguous(of, (1, MOST // 8))
-        words = tl.load(of, mask=wanted, cache_modifier=".cg")  # read once: not into the L1
+        words = tl.load(of, mask=wanted, cache_modifier=".cg")  # read once, so not cached in the L1
     tl.store(to, words, mask=wanted)
 
 
@@ -213,11 +213,11 @@ def mix_runs(
     tl.atomic_add(slot + 1, tl.sum(tl.sum(second, 1), 0))
 
 
-# xxh3 of 64 bits (xxh3.py has its constants), for pieces of memory that begin at a
-# multiple of 16 bytes and have more than 240, a multiple of 8.
-# It has eight lanes, into which every 64 bytes (a stripe) are added; after every 16 stripes (a
-# block) the lanes are scrambled. Additions commute, so `xxh3_blocks` adds up all blocks of all
-# pieces at once. Only the scrambling goes block by block: `xxh3_pieces`, all pieces at once.
+# xxh3 of 64 bits (xxh3.py has its constants), for pieces of memory that begin at a multiple of 16
+# bytes and have more than 240 bytes, a multiple of 8.
+# xxh3 has eight lanes. Every 64 bytes (a stripe) are added to the lanes, and after every 16 stripes
+# (a block) the lanes are scrambled. Additions commute, so `xxh3_blocks` sums all blocks of all
+# pieces at once. Only the scrambling goes block by block, in `xxh3_pieces`, for all pieces at once.
 XXH3_BLOCK = tl.constexpr(1024)
 XXH3_STRIPE = tl.constexpr(64)
 XXH3_LAST = tl.constexpr(24)  # places in the table of constants; the secret's words come first
@@ -230,7 +230,7 @@ XXH3_SCRAMBLE = tl.constexpr(16)
 def xxh3_blocks(
     runs, offsets, lengths, constants, out, run_bytes, per_piece, items, COUNT: tl.constexpr
 ):
-    """What each whole block, but a piece's last one, adds to the eight lanes.
+    """The sums that each whole block, but a piece's last one, adds to the eight lanes.
 
     Offsets count through runs of `run_bytes` each, a multiple of a block, at addresses `runs`.
     """
@@ -261,8 +261,8 @@ def xxh3_pieces(
     COUNT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The hashes of pieces, from what their blocks add. `AHEAD` blocks are loaded at a time: one
-    waits for the one before it, but its load need not."""
+    """The hashes of pieces, from the sums of their blocks. `AHEAD` sums are loaded at a time: a
+    block's scrambling waits for the block before it, but its load need not."""
     piece = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = piece < pieces
     piece = tl.minimum(piece, pieces - 1)
@@ -307,7 +307,8 @@ def _unsigned(words):
 
 @triton.jit
 def _stripes(begin, count, constants):
-    """What `count` stripes at each `begin` add to the lanes. A word counts for its neighbour.
+    """The sums that `count` stripes at each `begin` add to the lanes. Each word is added to the
+    neighbour of its lane.
 
     A thread keeps its lanes from stripe to stripe, so that threads exchange nothing.
     """

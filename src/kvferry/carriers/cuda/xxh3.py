@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""xxh3 (64 bits, seed 0) of pieces of a GPU's memory, made there: the same as the host's library.
+"""xxh3 (64 bits, seed 0) of a GPU's memory, computed there, with the results of the host's library.
 
-So what a GPU has written a processor can check, and the other way round. triton_kernels.py says how
-xxh3 is computed by many threads.
+So a processor can check what a GPU has written, and the reverse. triton_kernels.py explains how
+many threads compute xxh3.
 
-A piece begins at a multiple of 16 bytes, has a multiple of 8, and at least `LEAST_BYTES`: xxh3 is
-another function for shorter ones. It may lie in several runs of memory.
+A piece begins at a multiple of 16 bytes. Its length is a multiple of 8, and at least `LEAST_BYTES`,
+because xxh3 is another function for shorter ones. It may lie in several runs of memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PIECES = {**_TABLES, "sums": "*i64", "out": "*i64", **_NUMBERS, "pieces": "i32"
 
 
 def constants() -> Ints:
-    """The kernels' table: the secret's words, then those that the end of a piece needs."""
+    """The kernels' table: the secret's words, then the words for the end of a piece."""
     words = [
         *struct.unpack("<24Q", _SECRET),
         *struct.unpack_from("<8Q", _SECRET, _LAST_STRIPE),
@@ -78,7 +78,7 @@ def blocks_of(longest: int) -> int:
 
 
 def warm(device: Device) -> tuple[Function, Function]:
-    """Both kernels, compiled if need be, or a `TransferError`; the device is current."""
+    """Both kernels, compiled if necessary, or a `TransferError`. The device is current."""
     return (
         load(device, "xxh3_blocks", _BLOCKS, {"COUNT": BLOCKS}, BLOCK_WARPS),
         load(device, "xxh3_pieces", _PIECES, {"COUNT": PIECES, "AHEAD": AHEAD}, PIECE_WARPS),
@@ -99,14 +99,14 @@ def queue(
     pieces: int,
     per_piece: int,
 ) -> None:
-    """Queue the hashing of `pieces` pieces; all places are the device's.
+    """Queue the hashing of `pieces` pieces. All addresses are the device's.
 
-    runs, run_bytes   addresses of runs, each of so many bytes (a multiple of `BLOCK_BYTES`), which
-                      the pieces lie in as if one came right after another
+    runs, run_bytes   addresses of runs, each of so many bytes (a multiple of `BLOCK_BYTES`). The
+                      offsets of pieces count through the runs as if these were contiguous
     offsets, lengths  a number for each piece
     table             `constants()`
     sums              room for `pieces * per_piece * SUMS` numbers
-    out               the hashes, once the stream has come so far
+    out               the hashes, once the kernels are done
     per_piece         `blocks_of` the longest one
     """
     first, second = warm(device)

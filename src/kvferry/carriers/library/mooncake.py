@@ -2,25 +2,25 @@
 """The carrier over Mooncake's TransferEngine: TCP anywhere, RDMA where there is hardware for it.
 
 Each carrier is an engine of its own with Mooncake's P2P handshake, so no metadata server is needed.
-The carrier calls Mooncake as its treatment of batches demands (0.3.13, TCP):
+The carrier adapts to how Mooncake treats batches (0.3.13, TCP):
 
-- It queues 1,024 transfers for a peer and lets 1,024 more wait, and fails the rest of a batch.
+- Mooncake queues 1,024 transfers for a peer, lets 1,024 more wait, and fails the rest of a batch.
   Batches of 512 pass and are as fast as any.
-- Its blocking call spins until the batch is done, so one call a peer is at its best. A batch that
-  was begun can be asked about, but is answered for its *first* copy: so single copies, as long
-  runs make them, are asked about now and then, and leave a processor to the engine's threads.
-- It reports a failed batch at its *first* failed copy, while others are still moving. After a
-  failure, a transfer therefore does not end before they can have ended (`SETTLE_SECONDS`).
+- Its blocking call spins until the batch is done, so one call for each peer at a time is fastest.
+  The status of a batch under way is that of its *first* copy. So the carrier polls the status of
+  single copies, which long runs make, and leaves a processor to the engine's threads.
+- It reports a failed batch at its *first* failed copy, while other copies still move. So after a
+  failure, a transfer waits until they must have ended (`SETTLE_SECONDS`).
 - It gives up on a batch after 30 seconds, without stopping it. Unless MC_TRANSFER_TIMEOUT is set,
-  the carrier raises that so far that the call returns when the batch has ended, and not before.
+  the carrier raises that limit so far that the call returns only when the batch has ended.
 
 The receiving engine checks addresses against its registered memory (TCP), or the NIC does (RDMA).
-Mooncake's two ports listen on all interfaces, whatever `host` is. The carrier says so in the log.
+Mooncake's two ports listen on all interfaces, whatever `host` is. The carrier logs a warning.
 
-Mooncake (0.3.13) does not go by the protocol that it is told: it takes RDMA where it finds a device
-that the names allow, and TCP where it finds none. So the carrier enforces the protocol. For `tcp`,
-MC_FORCE_TCP is set while an engine is made; for `rdma`, the devices must be there. No other
-protocol is accepted: nothing tells whether a build of Mooncake has it.
+Mooncake (0.3.13) ignores the protocol that it is given: it uses RDMA if it finds a device among
+those named, and else TCP. So the carrier enforces the protocol. For `tcp`, it sets MC_FORCE_TCP
+while it makes an engine; for `rdma`, the devices must exist. It accepts no other protocol, because
+it cannot see whether a build of Mooncake has one.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from kvferry.errors import DeadlineExceeded, PeerLost, TransferError, install_co
 from kvferry.net.names import Admits
 
 BATCH_DESCRIPTORS = 512
-BATCH_BYTES = 32 << 20  # some 30 ms on loopback: between two looks at cancel
-REFUSED_SECONDS = 4.5  # a batch that failed later than this was not refused: it got stuck
+BATCH_BYTES = 32 << 20  # some 30 ms on loopback; between two checks for a cancel
+REFUSED_SECONDS = 4.5  # a batch that failed after this time got stuck; it was not refused
 DONE, MOVING, TIMED_OUT = 1, 0, -2  # states of a single copy
 # Longer than MC_TCP_STATUS_TIMEOUT_SEC, after which the engine itself drops a silent connection.
 SETTLE_SECONDS = 35.0
-SETTLE_REFUSED_SECONDS = 1.0  # the engine answers: the accepted part of a refused batch moves
-SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that a dead peer's connections ended
+SETTLE_REFUSED_SECONDS = 1.0  # the engine answers, and moves the accepted part of a refused batch
+SETTLE_DEAD_SECONDS = 0.2  # for the engine to see that the connections of a dead peer ended
 TICK_SECONDS = 0.02
-NAP_SECONDS = 50e-6  # between two looks at a single copy
+NAP_SECONDS = 50e-6  # between two polls of a single copy
 PROTOCOLS = ("tcp", "rdma")
 TIMEOUT_VARIABLE, TIMEOUT_SECONDS = "MC_TRANSFER_TIMEOUT", 86_400
 FORCE_TCP, FORCE_RDMA = "MC_FORCE_TCP", "MC_FORCE_HCA"
@@ -84,8 +84,8 @@ class MooncakeCarrier(LibraryCarrier):
         super().__init__(host=host, secret=secret, flavour=protocol, admits=admits, workers=workers)
 
     def _start(self) -> None:
-        """The engine reads its settings once, from the environment. Variables that the user has
-        set stay."""
+        """Start an engine, which reads its settings once, from the environment. Variables that the
+        user has set stay."""
         self._where = f"[{self.host}]" if ":" in self.host else self.host
         ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
         if self.flavour == "tcp":
@@ -123,7 +123,7 @@ class MooncakeCarrier(LibraryCarrier):
         return name
 
     def _detach(self, handle: str) -> None:
-        """Mooncake keeps its record of a peer; a new process has a new address."""
+        """Nothing to do: Mooncake keeps its record, and a new process has a new address."""
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
@@ -132,8 +132,8 @@ class MooncakeCarrier(LibraryCarrier):
         if code == 0:
             return
         stuck = code == TIMED_OUT or time.monotonic() - begun > REFUSED_SECONDS
-        # Mooncake says nothing of the other copies of a batch. A peer that is only stopped may go
-        # on after Mooncake's timeout.
+        # Mooncake does not report the other copies of a batch. A suspended peer may go on after
+        # Mooncake's timeout.
         job.late_bytes |= stuck or len(batch) > 1
         self._settle(peer, SETTLE_SECONDS if stuck else SETTLE_REFUSED_SECONDS)
         job.checkpoint()
@@ -151,12 +151,12 @@ class MooncakeCarrier(LibraryCarrier):
         )
 
     def _call(self, reading: bool, target: str, local: Ints, remote: Ints, length: Ints) -> int:
-        """Zero, or why not: `TIMED_OUT`, where the copy goes on, or another code."""
-        # it takes lists; of a few hundred, so that making them takes microseconds
+        """Zero, or an error: `TIMED_OUT` if the copy goes on, or another code."""
+        # it takes lists; making a few hundred entries takes microseconds
         engine, lists = self._engine, (local.tolist(), remote.tolist(), length.tolist())
         if len(local) > 1:
             call = engine.batch_transfer_sync_read if reading else engine.batch_transfer_sync_write
-            return -1 if call(target, *lists) else 0  # it has no other codes, also for its timeout
+            return -1 if call(target, *lists) else 0  # it has no other code, not even for a timeout
         call = engine.batch_transfer_async_read if reading else engine.batch_transfer_async_write
         batch = call(target, *lists)
         if batch == 0:

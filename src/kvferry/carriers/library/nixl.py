@@ -2,11 +2,11 @@
 """The carrier over NIXL: UCX by default, its other backends by option.
 
 NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
-check again (RDMA keys). UCX finds its own way to a peer: shared memory, TCP, RDMA, NVLink. Where
-`host` is loopback, UCX is kept to the loopback device: so it works without a network, and cannot be
-reached from outside. Its InfiniBand module stays unloaded on loopback and where there is no such
-device, because the module in NIXL 1.5.1's wheel crashes the process when it exits. Variables that
-the environment sets (UCX_NET_DEVICES, UCX_TLS, UCX_MODULES) are never overridden.
+check again (RDMA keys). UCX chooses how it reaches a peer: shared memory, TCP, RDMA, NVLink. If
+`host` is loopback, UCX may use only the loopback device. So it works without a network, and other
+hosts cannot reach it. On loopback and without an InfiniBand device, UCX's InfiniBand module stays
+unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. The carrier never
+overrides UCX_NET_DEVICES or UCX_MODULES of the environment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvferry.net.names import Admits, is_loopback
 log = logging.getLogger(__name__)
 
 BATCH_DESCRIPTORS = 1024  # 4,096 are a tenth slower at 256 B; two batches at once are no faster
-BATCH_BYTES = 64 << 20  # some 50 ms on loopback: between two looks at cancel
-MEMORY = "DRAM"  # a host's
-PROGRESS_MICROSECONDS = 1000  # that the progress thread sleeps at most; events wake it
-SPINS = 50  # looks at a batch before sleeping in between
+BATCH_BYTES = 64 << 20  # some 50 ms on loopback; between two checks for a cancel
+MEMORY = "DRAM"  # NIXL's name for host memory
+PROGRESS_MICROSECONDS = 1000  # the progress thread sleeps at most so long; events wake it
+SPINS = 50  # polls of a batch before the thread sleeps between polls
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
-PULSE_SECONDS = 0.02  # between two looks at whether the peer lives
+PULSE_SECONDS = 0.02  # between two checks whether the peer lives
 
 
 class NixlCarrier(LibraryCarrier):
@@ -73,7 +73,7 @@ class NixlCarrier(LibraryCarrier):
         self._backends = [backends] if isinstance(backends, str) else list(backends)
         if not self._backends:
             raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
-        self._agents: dict[Any, int] = {}  # remote ones by name, and how many peers use each
+        self._agents: dict[Any, int] = {}  # remote agents by name, and how many peers use each
         self._agents_lock = threading.Lock()
         self._handles: dict[int, Any] = {}  # of registered memory, by address
         super().__init__(host=host, secret=secret, flavour=",".join(self._backends), admits=admits)
@@ -118,7 +118,7 @@ class NixlCarrier(LibraryCarrier):
         return metadata
 
     def _attach(self, endpoint: LibraryEndpoint) -> Any:
-        with self._agents_lock:  # or `_detach` of an older connection could remove it again
+        with self._agents_lock:  # so that `_detach` of an older connection does not remove it
             try:
                 name = self._agent.add_remote_agent(endpoint.address)
             except Exception as error:
@@ -134,11 +134,11 @@ class NixlCarrier(LibraryCarrier):
             if self._agents[handle]:
                 return
             del self._agents[handle]
-            with contextlib.suppress(Exception):  # it forgets dead peers by itself
+            with contextlib.suppress(Exception):  # NIXL drops dead peers by itself
                 self._agent.remove_remote_agent(handle)
 
     def _place(self, address: int) -> tuple[str, int]:
-        """Of memory registered here: the carrier's own is the host's."""
+        """NIXL's place of memory registered here. The carrier's scratch is host memory."""
         own = 0 <= address - self._own.address < self._own.bytes
         return place(ON_HOST if own else self.device)
 
@@ -150,7 +150,7 @@ class NixlCarrier(LibraryCarrier):
         try:
             run(self._agent, job, peer, request)
         except TransferError:
-            job.late_bytes |= not peer.pulse.gone()  # NIXL says nothing of the rest of the batch
+            job.late_bytes |= not peer.pulse.gone()  # NIXL does not report the rest
             raise
         finally:
             try:
@@ -176,8 +176,8 @@ class NixlCarrier(LibraryCarrier):
 def make_agent(nixl: Any, backends: list[str], threads: int) -> Any:
     """An agent whose progress thread sleeps between events.
 
-    The one that `nixl_agent` makes spins (`pthrDelay` 0, which it does not let one choose): a
-    processor gone on each side while nothing moves, and on few processors also most of the speed.
+    The progress thread of `nixl_agent` spins (`pthrDelay` 0, which cannot be configured). It would
+    use up a processor on each side while nothing moves, and on few processors most of the speed.
     """
     name = f"kvferry-{secrets.token_hex(8)}"
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
@@ -227,7 +227,7 @@ def mapped(error: Exception) -> TransferError:
 
 
 def api() -> Any:
-    if "NIXL_LOG_LEVEL" not in os.environ:  # it logs to standard output, which is for results
+    if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL logs to standard output, which is for results
         logging.getLogger("nixl").setLevel(logging.WARNING)
     try:
         from nixl import _api
@@ -242,7 +242,7 @@ def api() -> Any:
 
 @contextlib.contextmanager
 def ucx_settings(loopback: bool) -> Iterator[None]:
-    """Settings for agents that are made meanwhile, where the environment has none."""
+    """Settings for agents that are made inside, unless the environment has its own."""
     ours = {}
     if "UCX_NET_DEVICES" not in os.environ:
         if loopback:
@@ -254,8 +254,8 @@ def ucx_settings(loopback: bool) -> Iterator[None]:
 
 
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
-    """Start a batch, and return when NIXL has let go of it. Until then its bytes may still be on
-    their way, whatever became of the peer. A caller that waits hears of a lost peer before."""
+    """Start a batch, and return when NIXL no longer uses its memory. Until then its bytes may be
+    under way, even if the peer is gone. A caller that waits gets `PeerLost` before that."""
     looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
     try:
         state = agent.transfer(request)

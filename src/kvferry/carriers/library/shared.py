@@ -7,11 +7,11 @@ protocol:
     bounds      checked here, against the endpoint's regions, before the library sees a descriptor
     batches     below the library's limits, neighbours joined
     threads     the library's blocking calls run on a few threads for each peer, so a peer that
-                does not answer holds up its own transfers only
-    liveness    a connection beside the data plane: looked at before, during and after each transfer
+                does not answer delays its own transfers only
+    liveness    a connection beside the data plane, checked before, during and after each transfer
     the end     no library here can take back a batch that it has begun. A cancelled transfer ends
-                with the batch under way; one whose batch does not come back is *abandoned*, until
-                the library has returned it or the peer is dead
+                with the batch under way. If the batch does not come back, the transfer is
+                *abandoned* until the library returns it or the peer is dead
 
 These data planes have no authentication: a process that reaches their ports can read and write all
 registered memory, and with UCX over TCP any memory of the process. A peer that has the secret is
@@ -53,13 +53,13 @@ from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, is_loopback
 log = logging.getLogger(__name__)
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
-ON_HOST, MOST_GPU = -1, 1 << 16  # no GPU's number, and more than there are
-THREADS_PER_PEER = 2  # take turns by batch: a long transfer does not shut out a short one
-TURN_LOOK_SECONDS = 0.02  # between two looks at cancel, for one that waits for its turn
+ON_HOST, MOST_GPU = -1, 1 << 16  # not on a GPU; more GPUs than exist
+THREADS_PER_PEER = 2  # take turns by batch, so that a long transfer does not delay a short one
+TURN_LOOK_SECONDS = 0.02  # between two checks for a cancel, while a transfer waits for its turn
 GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
 LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
 LATE_LOOK_SECONDS = 0.02
-SCRATCH_BYTES = 4096  # registered, for the byte that `connect` tries
+SCRATCH_BYTES = 4096  # registered, for the byte that `connect` reads
 
 
 class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -88,12 +88,12 @@ _endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)
 
 
 class LibraryCarrier(Carrier):
-    """`host` is the address that peers reach this one at. The libraries have no use for a `secret`:
-    with one, the host may be a network's. `admits` says which hosts may be dialed, of those that
-    endpoints name. Both sides must have the same `flavour`.
+    """`host` is the address at which peers reach this carrier. The libraries do not use `secret`:
+    it only permits a `host` of a network. `admits` says which of the hosts that endpoints name may
+    be dialed. Both sides must have the same `flavour`.
 
-    A subclass is a library's part: batches between two processes. Its own attributes are set before
-    this constructor runs, which calls `_start`.
+    A subclass moves batches between two processes by its library. It sets its own attributes before
+    it calls this constructor, which calls `_start`.
     """
 
     batch_descriptors: ClassVar[int]
@@ -117,7 +117,7 @@ class LibraryCarrier(Carrier):
         self._reach.require_listening(self.host)
         self.flavour = flavour
         self._lock = threading.Lock()
-        self._table = RegionTable.of([])  # the regions that peers are told of
+        self._table = RegionTable.of([])  # the regions in the endpoint
         self._peers: list[LibraryPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
@@ -138,11 +138,11 @@ class LibraryCarrier(Carrier):
 
     @abstractmethod
     def register_one(self, region: MemoryRegion) -> None:
-        """Register it with the library, or raise `TransferError`."""
+        """Register a region with the library, or raise `TransferError`."""
 
     @abstractmethod
     def unregister_one(self, region: MemoryRegion) -> None:
-        """One that was registered. Never raises."""
+        """Unregister a region. Never raises."""
 
     @abstractmethod
     def _address(self) -> bytes:
@@ -154,11 +154,11 @@ class LibraryCarrier(Carrier):
 
     @abstractmethod
     def _detach(self, handle: Any) -> None:
-        """Nothing of ours is under way to or from that peer."""
+        """Drop a peer. Nothing of ours is under way to or from it."""
 
     @abstractmethod
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
-        """Move one batch. Returns or raises when the library has let it go."""
+        """Move one batch. Returns or raises when the library no longer uses its memory."""
 
     @abstractmethod
     def _shut(self) -> None:
@@ -175,7 +175,7 @@ class LibraryCarrier(Carrier):
             self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Neighbours become one region, which is registered anew."""
+        """Joins neighbours to one region, and registers that again."""
         with self._lock:
             before = self._table.regions()
             table = RegionTable.of([*before, *regions])
@@ -204,7 +204,7 @@ class LibraryCarrier(Carrier):
         )
 
     def connect(self, endpoint: bytes, deadline: float) -> LibraryPeer:
-        """Reaches the peer's pulse, and one byte of its memory through the library."""
+        """Connect to the peer's pulse, and read one byte of its memory through the library."""
         found = LibraryEndpoint.decode(endpoint, self.name)
         if found.flavour != self.flavour:
             raise TransferError(
@@ -212,7 +212,7 @@ class LibraryCarrier(Carrier):
                 "both alike"
             )
         self._reach.require(found.host)
-        if found.address == self._address():  # it would have us reach our own memory
+        if found.address == self._address():  # we would reach our own memory
             raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
         regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
         pulse = Liveness.connect(
@@ -231,12 +231,12 @@ class LibraryCarrier(Carrier):
             peer.workers.submit(greeting).wait(deadline)
         except TransferError:
             peer.connected = False
-            self._end(peer, 0.0)  # the deadline is now; a job that is stuck tidies up as it ends
+            self._end(peer, 0.0)  # the time is over; a stuck job tidies up when it ends
             raise
         return peer
 
     def disconnect(self, peer: LibraryPeer) -> None:
-        """Ends its transfers; the library forgets the peer once the last of them is over."""
+        """End its transfers. The library drops the peer after the last of them."""
         peer.connected = False
         self._end(peer, CANCEL_SECONDS)
 
@@ -253,7 +253,7 @@ class LibraryCarrier(Carrier):
         self._shut_if_last()
 
     def ended(self, peer: LibraryPeer) -> None:
-        """A job has ended. A thread that disconnects its peer after this look sees that it has."""
+        """A job has ended. A thread that disconnects its peer after this check sees that."""
         if not peer.connected:
             self._let_go(peer)
 
@@ -318,13 +318,13 @@ class LibraryCarrier(Carrier):
                 moved += 1
             self.count("batches", moved)
             job.checkpoint()
-            peer.require_usable()  # it was the same process, and open, all along
+            peer.require_usable()  # the bytes are right only if the peer was open until now
 
         what = f"a {self.name} {'read' if reading else 'write'}"
         return peer.workers.submit(LibraryJob(self, peer, work, what))
 
     def _move(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
-        """Where a batch fails, a peer that is gone is the better reason."""
+        """Move a batch. If it fails and the peer is gone, raise `PeerLost` as the better reason."""
         try:
             self._carry(job, peer, batch, reading=reading)
         except (Cancelled, PeerLost):
@@ -354,7 +354,7 @@ class LibraryPeer:
 
     @contextlib.contextmanager
     def turn(self, job: Job) -> Iterator[None]:
-        """One batch at a time: more of them only compete for the library's threads."""
+        """Entered by one batch at a time: more would only compete for the library's threads."""
         while not self._turn.acquire(timeout=TURN_LOOK_SECONDS):
             job.checkpoint()
             self.require_usable()
@@ -367,15 +367,15 @@ class LibraryPeer:
 
 
 class LibraryJob(Job):
-    """One that failed with `late_bytes` is not settled until the peer is gone, or for so long that
-    the library has given up by itself."""
+    """A job that failed with `late_bytes` is not settled until the peer is gone, or until the
+    library has given up by itself (`LATE_SECONDS`)."""
 
     def __init__(
         self, carrier: LibraryCarrier, peer: LibraryPeer, work: Callable[[Job], None], what: str
     ) -> None:
         super().__init__(work, what)
         self._carrier, self._peer = carrier, peer
-        self._late_until = float("inf")  # until it has ended
+        self._late_until = float("inf")  # infinite until the job has ended
         self.abandoned = False
 
     def settled(self) -> bool:
@@ -407,7 +407,7 @@ def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies
     for part in slices(copies, max_bytes):
         ready = part.joined()
         starts = range(0, len(ready), descriptors)
-        # all at once: between two batches, each Python call costs many times as much as here
+        # all at once: between two batches, a Python call takes many times as long as here
         yield from [ready[first : first + descriptors] for first in starts]
 
 
@@ -436,8 +436,8 @@ def look_at_host(name: str, host: str, everywhere: bool) -> None:
         )
     if everywhere or not is_loopback(host):
         log.warning(
-            "the %s carrier's data plane authenticates nobody: whoever reaches %s can read and "
-            "write the caches registered here, whether or not there is a shared secret",
+            "the %s carrier's data plane has no authentication: any process that reaches %s can "
+            "read and write the caches registered here, with or without the shared secret",
             name,
             "any address of this machine" if everywhere else host,
         )

@@ -6,13 +6,13 @@ their authentication, and how an end moves a frame's bytes are in frames.py. A t
 connections of its own (`Streams`), from a small pool per peer (`TcpPeer`). So a transfer is
 cancelled by closing them, and transfers do not wait for each other. A batch is cut into frames that
 the server's limits allow. A few connections share the frames: one asks, gathers or scatters while
-another one's bytes are on their way. A frame to be read is asked for while the frame before it
+another one's bytes are on their way. A read requests its next frame while the frame before it
 arrives.
 
     cancelled read    nothing is received any more once `cancel` returns
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
-    failed            on one connection: the other one is ended the same way
+    failed            an error on one connection ends the others in the same way
     grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, peers must be of this user (net/keys.py), and the carrier listens on loopback
@@ -71,8 +71,8 @@ from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, dial, source
 from kvferry.units import require_port
 
 STREAMS_PER_TRANSFER = 2
-# Memory that is staged is gathered, crosses the bus and is sent one after another: while some
-# connections are at one of these, others are at the next (H200: 14 GB/s by four, 8 by two).
+# Staged memory is gathered, crosses the bus and is sent, in this order. The steps of several
+# connections overlap (H200: 14 GB/s by four, 8 by two).
 STAGED_STREAMS_PER_TRANSFER = 4
 # A small frame costs a round trip that nothing hides, a large one leaves the other connection
 # without work. So a transfer has about this many frames, within these bounds.
@@ -84,7 +84,7 @@ TRANSFERS_PER_PEER = 4  # at a time
 
 
 class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a carrier listens, and which start of it this is."""
+    """Where a carrier listens, and its incarnation."""
 
     carrier: Literal["tcp"]
     host: str
@@ -104,9 +104,9 @@ _endpoints = msgspec.msgpack.Decoder(TcpEndpoint)
 class TcpCarrier(GrantingCarrier):
     """`host` and `port`: where to listen. `advertise`: the host that peers dial.
 
-    `memory` is needed where the memory to be registered is not a host's (`StagedMemory`).
-    `writable` lets peers write anything here without a grant. `admits` says which hosts may be
-    dialed, of those that endpoints name.
+    `memory` is required if the registered memory is a GPU's (`StagedMemory`). `writable` lets peers
+    write all registered memory without a grant. `admits` says which of the hosts that endpoints
+    name may be dialed.
     """
 
     name = "tcp"
@@ -164,7 +164,7 @@ class TcpCarrier(GrantingCarrier):
         self._server.regions = table
 
     def endpoint(self) -> bytes:
-        """Listens from the first call on."""
+        """The first call begins to listen."""
         with self._lock:
             if self._closed:
                 raise TransferError("the carrier is closed")
@@ -255,13 +255,13 @@ class TcpCarrier(GrantingCarrier):
 
 
 class TcpConnection:
-    """Used by one transfer at a time. After an error that `in_step` does not know, close it."""
+    """Used by one transfer at a time. Close it if it is not `in_step` after an error."""
 
     def __init__(self, stream: TcpStream, regions: RegionTable) -> None:
         self.stream, self.regions = stream, regions
         self.in_step = True  # both sides agree on the next byte, and no answer is awaited
-        self._request = 0  # the newest
-        self._ahead: Copies | None = None  # the copies that it asks for, if sent before its turn
+        self._request = 0  # number of the newest one
+        self._ahead: Copies | None = None  # the copies of the newest request, if it was sent ahead
         self._used = time.monotonic()
 
     @classmethod
@@ -274,12 +274,12 @@ class TcpConnection:
             raise
 
     def usable(self) -> bool:
-        """Whether the next transfer may have it. One that became readable while idle has ended."""
+        """Whether the next transfer may use it. If it is readable while idle, it has ended."""
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
     def read(self, memory: Memory, copies: Copies, following: Copies | None = None) -> None:
-        """`following` are the copies that are read next: they are asked for before these bytes have
-        come, so that the peer goes on with them at once."""
+        """Read these copies. `following` are the copies to read next: they are requested before
+        these bytes have come, so that the peer sends them without a pause."""
         if self._ahead is not copies:
             self.stream.send(self._question(FrameKind.READ, copies.src, copies.length))
         self._ahead = None
@@ -288,7 +288,7 @@ class TcpConnection:
         self.in_step = False
         unsent = memoryview(b"")
         if following is not None:
-            # The peer reads nothing while it sends: bytes beyond the sockets' buffers wait here.
+            # The peer reads nothing while it sends: bytes that the buffers do not take wait.
             question = self._question(FrameKind.READ, following.src, following.length)
             unsent = self.stream.send_some(question)
             self._ahead = following
@@ -403,11 +403,11 @@ class Streams:
         except Exception as error:
             self._failed.append(error)
             if self._failed[0] is error:
-                self.end(but=threading.get_ident())  # its own may still be in step
-            raise self._failed[0] from None  # later errors are its consequences
+                self.end(but=threading.get_ident())  # this one may still be in step
+            raise self._failed[0] from None  # the first error caused the later ones
 
     def end(self, but: int | None = None) -> None:
-        """From any thread: end the frames under way. A peer still confirms applied ones."""
+        """From any thread: end the frames under way. The peer still confirms applied writes."""
         for thread, connection in list(self._mine.items()):
             if thread == but:
                 continue
@@ -418,18 +418,18 @@ class Streams:
                 connection.stream.stop_sending()
 
     def give_back(self) -> None:
-        """When no thread works any more."""
+        """Return the connections, when no thread uses them any more."""
         for connection in self._mine.values():
             ended = connection in self._ended
             if not self._reading and (ended or not connection.in_step):
-                # sent bytes may still be on their way into the peer's memory: wait until they end
+                # sent bytes may be on their way into the peer's memory: wait until the peer closes
                 self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
             self._peer.put(connection, keep=not ended)
 
     def _take(self) -> TcpConnection:
         connection = self._peer.take()
         self._mine[threading.get_ident()] = connection
-        self._job.checkpoint()  # after it can be ended: a cancel comes either before or after
+        self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
         if self._failed:
             raise self._failed[0]
         return connection
@@ -479,10 +479,10 @@ def _receive(stream: TcpStream, deadline: float) -> tuple[FrameHeader, bytes]:
 
 
 def _reachable(host: str) -> str:
-    """The address under which peers find a server that listens everywhere."""
+    """The address at which peers reach a server that listens on `host`."""
     if host not in EVERYWHERE:
         return host
-    somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation: no host has it
+    somewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # for documentation; no host has it
     with contextlib.suppress(OSError):
         return source_address(somewhere, 9)
     return "::1" if ":" in host else LOCALHOST

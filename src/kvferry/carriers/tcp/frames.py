@@ -175,12 +175,12 @@ def error_of(body: bytes) -> KvferryError:
 
 
 def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
-    """The proof of a role, b"client" or b"server", that it has the key, as the text above says."""
+    """The proof that a role, b"client" or b"server", has the key; the module's text defines it."""
     return hmac.digest(key, b"".join((role, *said)), hashlib.sha256)
 
 
 def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
-    """The ranges' bytes. Neighbours must have been joined, and all been checked."""
+    """Send the ranges' bytes. The caller has checked the ranges and joined neighbours."""
     if not is_staged(memory):
         stream.send_vectors(Vectors.of(address, length))
         return
@@ -190,7 +190,7 @@ def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) ->
 
 
 def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
-    """Bytes into the ranges."""
+    """Receive bytes into the ranges."""
     if not is_staged(memory):
         stream.recv_vectors(Vectors.of(address, length))
         return
@@ -201,9 +201,9 @@ def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints)
 
 # A host that vanished is noticed on idle connections too, after about a minute.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-# Over all of one call, after `stall_seconds`. No network that carries caches is as slow as this.
+# The least mean rate of a call without a deadline, which has `stall_seconds` more.
 SLOWEST_BYTES_PER_SECOND = 64 << 10
-SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean: for ever
+SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean no timeout
 _TIMEVAL = struct.Struct("ll")
 
 # descriptor, message header, flags -> bytes moved, or -1 with errno set
@@ -223,7 +223,7 @@ class _MessageHeader(ctypes.Structure):
 
 
 class TcpStream:
-    """Everything raises `PeerLost` when the other side is gone, `DeadlineExceeded` when late."""
+    """Methods raise `PeerLost` if the peer is gone, and `DeadlineExceeded` if it is late."""
 
     def __init__(self, sock: socket.socket, stall_seconds: float) -> None:
         self._sock = ours_alone(sock)
@@ -235,14 +235,14 @@ class TcpStream:
         self.stall_seconds = stall_seconds
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
-            # buffers are left to the kernel, which lets them grow further than we could ask for
+            # no buffer sizes: the kernel lets buffers grow further than a process may ask for
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
-        """All of `data`, by the deadline, or else as the module's text says."""
+        """Send all of `data` by the deadline; without one, see the module's text."""
         if deadline is None:
             deadline = self._patience(len(data))
         view = memoryview(data)
@@ -264,14 +264,14 @@ class TcpStream:
         return memoryview(data)[sent:]
 
     def recv(self, count: int, deadline: float | None = None, *, end_ok: bool = False) -> bytes:
-        """Exactly `count` bytes; none where the peer closed before the first and that is fine."""
+        """Exactly `count` bytes; with `end_ok`, none if the peer closed before the first."""
         data = bytearray(count)
         return bytes(data) if self.recv_into(memoryview(data), deadline, end_ok=end_ok) else b""
 
     def recv_into(
         self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
     ) -> bool:
-        """Fill `view`; false where the peer closed before the first byte and that is fine."""
+        """Fill `view`; with `end_ok`, return False if the peer closed before the first byte."""
         count = len(view)
         if deadline is None:
             deadline = self._patience(count)
@@ -298,7 +298,7 @@ class TcpStream:
         self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors)
 
     def wait_readable(self, seconds: float) -> bool:
-        """Whether there is something to read, or an end to see, within that time."""
+        """Whether bytes, or the end of the connection, can be read within that time."""
         fd = self._sock.fileno()
         if fd < 0:  # closed, or this is a forked child
             return True
@@ -307,7 +307,7 @@ class TcpStream:
         return bool(poll.poll(seconds * 1000))
 
     def drain(self, seconds: float) -> bool:
-        """End sending, and throw away the bytes that come; whether the peer closed."""
+        """Stop sending, and discard the bytes that come. Returns whether the peer closed."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -322,11 +322,11 @@ class TcpStream:
             return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
 
     def stop_sending(self) -> None:
-        """From any thread: end sending; bytes that come in are still read."""
+        """From any thread: stop sending. Bytes that come are still read."""
         self._shutdown(socket.SHUT_WR)
 
     def abort(self) -> None:
-        """From any thread: end whatever runs on this stream, and all that will."""
+        """From any thread: end the call that runs on this stream, and all later ones."""
         self._aborted = True
         self._shutdown(socket.SHUT_RDWR)
 
@@ -365,7 +365,7 @@ class TcpStream:
                 raise self._error(code, doing)
 
     def _patience(self, count: int) -> float:
-        """The deadline of a call for so many bytes that was given none."""
+        """The deadline of a call for `count` bytes, if its caller gave none."""
         return time.monotonic() + self.stall_seconds + count / SLOWEST_BYTES_PER_SECOND
 
     def _limit(self, option: int, deadline: float | None) -> None:

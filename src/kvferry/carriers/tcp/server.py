@@ -3,9 +3,9 @@
 
 One thread accepts, and one serves each connection. The cost of a connection is bounded from its
 first byte: there is a deadline for the handshake, no more than `max_pending` connections that have
-not finished it, and no allocation above one frame's table. Where too many have not finished, a new
-connection takes the place of the oldest, or of the oldest of one address, if that address has more
-than half of them.
+not finished it, and no allocation above one frame's table. If too many have not finished, a new
+connection replaces the oldest of them. If one address has more than half of them, it replaces the
+oldest of that address.
 
 Nothing is written before every descriptor of a frame was checked, and nothing without a grant,
 unless the owner has made all of its memory writable. Whatever a peer sends, the answer is a frame
@@ -13,8 +13,8 @@ of data, a frame of error or a closed connection, and one of the `counters`.
 
 A grant is a set of ranges of own memory that peers may write if they know its unguessable id.
 Closing a grant ends the connections that write under it at that moment, waits until their threads
-have left the memory, and takes nothing more, whatever a peer sends later. It also says how many
-bytes were written, as counted on this side.
+have left the memory, and refuses later writes. It returns how many bytes were written, as counted
+on this side.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TcpServer:
     ) -> None:
         self._key, self._incarnation, self._limits = key, incarnation, limits
         self._lock = threading.Lock()
-        self._pending: dict[TcpStream, str] = {}  # to the client's address, the oldest first
+        self._pending: dict[TcpStream, str] = {}  # with the client's address, the oldest first
         self._serving: set[TcpStream] = set()  # those that have authenticated
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -121,7 +121,7 @@ class TcpServer:
         thread = threading.Thread(
             target=self._serve, args=(stream,), name="kvferry-tcp-serve", daemon=True
         )
-        with self._lock:  # also the start: `close` joins every thread that it finds here
+        with self._lock:  # the start too: `close` joins every thread in `_threads`
             connections = len(self._pending) + len(self._serving)
             if self._closed or connections >= self._limits.max_connections:
                 return False
@@ -135,7 +135,7 @@ class TcpServer:
         return True
 
     def _make_way(self) -> None:
-        """With the lock held: send one away that has not authenticated, where there are many."""
+        """With the lock held: if too many connections are pending, end one of them."""
         if len(self._pending) < self._limits.max_pending:
             return
         crowd, count = Counter(self._pending.values()).most_common(1)[0]
@@ -182,8 +182,8 @@ class TcpServer:
             self._handshake(stream)
             self._converse(stream)
         except (FrameRefused, ProtocolError) as error:
-            # later frames cannot be told apart
-            with suppress(TransferError):  # a peer that does not listen is not told
+            # where the next frame begins is unknown
+            with suppress(TransferError):  # the peer may not read
                 self._refuse(stream, 0, error)
             stream.drain(self._limits.goodbye_seconds)
         except DeadlineExceeded:
@@ -197,7 +197,7 @@ class TcpServer:
             self._count("internal")
             log.exception("a connection ended by an error of ours")
         finally:
-            with self._lock:  # before the peer sees the end: there is room for another one
+            with self._lock:  # before the peer sees the end, so that it can connect again
                 self._pending.pop(stream, None)
                 self._serving.discard(stream)
                 self._threads.discard(threading.current_thread())
@@ -224,7 +224,7 @@ class TcpServer:
     def _fulfil(self, stream: TcpStream, header: FrameHeader, body: bytes) -> None:
         """Check all of a request, then move its bytes."""
         grant, address, length = self._checked(header, body)
-        # counted before the peer can know: a peer that has an answer finds it counted
+        # counted first, so that a peer that has its answer finds it counted
         if header.kind == FrameKind.READ:
             self._count("reads")
             stream.send(frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes))
@@ -310,7 +310,7 @@ class Grants:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)  # a stream is through with a grant
+        self._left = threading.Condition(self._lock)  # notified when a stream leaves a grant
         self._open: dict[bytes, _Grant] = {}
 
     def __len__(self) -> int:
@@ -323,7 +323,7 @@ class Grants:
         return grant
 
     def close(self, grant: bytes, seconds: float) -> int:
-        """The bytes written under a grant, 0 if it is closed. None arrives after this returns."""
+        """Close a grant. Returns the bytes written under it, or 0 if it was closed before."""
         with self._left:
             entry = self._open.get(grant)
             if entry is None:
@@ -344,7 +344,7 @@ class Grants:
     def writing(
         self, grant: bytes, stream: TcpStream, address: Ints, length: Ints
     ) -> Iterator[None]:
-        """While a stream's payload is taken into these ranges; refuses ranges without a grant."""
+        """Entered while a stream's payload is received. Refuses ranges that are not granted."""
         with self._lock:
             entry = self._open.get(grant)
             if entry is None:
