@@ -144,6 +144,9 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
         require_fit(uncut, request(129), facts)
     assert refused.value.reason == "bad ticket"
     assert not offering._accepted
+    scored = Request("s", [3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
+    scored.kv_transfer_params = {"do_remote_decode": True}
+    assert prefilled(scored, ([7], [1])).tokens == 3  # a decode engine loads none of it
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")

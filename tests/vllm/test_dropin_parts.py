@@ -291,6 +291,16 @@ class TestOffering:
         assert made.held_blocks == 0 and ended(made, request("c"), ([3, 4],))[0]
         assert made.parts.stats.data["requests_not_held"] == {"limit": 1} and not orders.withdrawals
 
+    def test_blocks_of_a_common_prefix_count_once(self) -> None:
+        made, _ = offering("ferry", max_held_blocks=4)
+        assert ended(made, request("a"), ([1, 2, 3],))[0]
+        assert ended(made, request("b"), ([1, 2, 4],))[0]
+        assert made.held_blocks == 4 and not ended(made, request("c"), ([1, 2, 5],))[0]
+        made.sent(["a"])
+        assert made.held_blocks == 3  # the prefix is still held
+        made.sent(["b"])
+        assert made.held_blocks == 0
+
     def test_a_request_id_that_comes_again(self) -> None:
         """Push style: the ticket still serves, the name does not."""
         made, orders = offering("push")

@@ -25,6 +25,8 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     from modelless import Modelless, expected, run
 
 from ipv6 import has_ipv6
+from kvferry.handover.consumer import ConsumerRank
+from kvferry.handover.load import ConsumerStats
 from kvferry.handover.wakeup import WhenReady
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
@@ -91,6 +93,23 @@ def prefilled(engine: Modelless, name: str, tokens: list[int], **params: Any) ->
 
 def loads(engine: Modelless) -> int:
     return sum(engine.told("loads"))
+
+
+def test_abandoned_loads_are_told_until_they_have_ended(
+    make: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, told = make("d"), []
+    for abandoned in (ConsumerStats(abandoned_now=1, quarantined_blocks=5), ConsumerStats()):
+        monkeypatch.setattr(ConsumerRank, "stats", lambda _, now=abandoned: now)
+        name = f"r{len(told)}"
+        engine.add(name, prompt(1, 20), 2)
+        run(engine, until=lambda: name in engine.ended)  # noqa: B023
+        by_reporter: dict[str, dict[str, int]] = {}
+        for levels in engine.told("levels"):
+            by_reporter |= levels
+        (worker,) = (levels for levels in by_reporter.values() if "claims_parked" in levels)
+        told.append((worker["loads_abandoned"], worker["blocks_quarantined"]))
+    assert told == [(1, 5), (0, 0)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +66,8 @@ class Producing:
     told_too: Mapping[str, Any] = field(default_factory=dict)  # in-tree fields of flat answers
     loads_here: Callable[[], bool] = lambda: False  # whether this engine has requests with tickets
     step: int = 0  # number of the last step that was scheduled
-    held: dict[str, int] = field(default_factory=dict)  # blocks, by request
-    held_blocks: int = 0
+    held: dict[str, frozenset[int]] = field(default_factory=dict)  # blocks, by request
+    _holders: Counter[int] = field(default_factory=Counter)  # requests that hold each block
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     _accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
@@ -135,7 +135,7 @@ class Producing:
             if not adapter:
                 return self._unheld("lora", lora.unknown, awaited)
             digest = adapted(digest, adapter)
-        blocks = len(set().union(*block_ids) - {0})  # without the null block
+        blocks = frozenset().union(*block_ids) - {0}  # without the null block
         if over := self._over_limit(blocks):
             return self._unheld("limit", over, awaited)
         if name is not None:
@@ -148,10 +148,10 @@ class Producing:
         written = accepted.step if self.shape[1] == 1 else self.step
         self.parts.orders.written = max(self.parts.orders.written, written)
         self.held[request_id] = blocks
-        self.held_blocks += blocks
+        self._holders.update(blocks)
         self._moved = time.monotonic()
         self.parts.spans.begin(
-            "hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": blocks}
+            "hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": len(blocks)}
         )
         ticket = Ticket(
             engine_id=self.engine_id,
@@ -170,8 +170,13 @@ class Producing:
             told |= {"remote_num_tokens": tokens, **self.told_too}
         return True, told
 
-    def _over_limit(self, blocks: int) -> str:
-        """Why so many more blocks may not be held, or an empty text."""
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that holds keep. Prompts with a common prefix share blocks."""
+        return len(self._holders)
+
+    def _over_limit(self, blocks: frozenset[int]) -> str:
+        """Why these blocks may not be held too, or an empty text."""
         limit, which = self.parts.config.max_held_blocks, "max_held_blocks"
         if limit is None:
             # A lone prompt may be longer, or it would never be handed over. But if requests load
@@ -179,10 +184,11 @@ class Producing:
             lone = not self.held_blocks and not self.loads_here()
             limit = 0 if lone else int(HELD_SHARE * self.parts.cut.cache_blocks)
             which += f", by default a share of the cache of {HELD_SHARE:g}"
-        if not limit or self.held_blocks + blocks <= limit:
+        more = len(blocks - self._holders.keys())
+        if not limit or self.held_blocks + more <= limit:
             return ""
         return (
-            f"{self.held_blocks} blocks are held already, {blocks} more would be over {limit} "
+            f"{self.held_blocks} blocks are held already, {more} more would be over {limit} "
             f"({which})"
         )
 
@@ -210,7 +216,10 @@ class Producing:
             if why := self._ends.pop(request_id, ""):
                 self.parts.stats.count("holds_closed", why)
             if request_id in self.held:
-                self.held_blocks -= self.held.pop(request_id)
+                for block in self.held.pop(request_id):
+                    self._holders[block] -= 1
+                    if not self._holders[block]:
+                        del self._holders[block]
                 self._moved = time.monotonic()
                 self.parts.spans.end("hold", request_id)
 
@@ -312,8 +321,11 @@ class PrefillCut:
         )
 
     def stop_short(self, request: Any) -> None:
-        """Let a prefill end before the tokens that are held back."""
+        """Let a prefill end before the tokens that are held back. A prompt whose cache must not be
+        read (its logprobs are wanted) stays whole: vLLM's decode engine loads none of it."""
         if not self.held_back or request.num_prompt_tokens <= self.held_back:
+            return
+        if getattr(request, "skip_reading_prefix_cache", False):
             return
         del request.prompt_token_ids[-self.held_back :]
         del request._all_token_ids[-self.held_back :]

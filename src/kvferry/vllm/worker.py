@@ -45,6 +45,7 @@ log = logging.getLogger("kvferry")
 # A step that computes nothing waits until a load ends or a hold closes, at most this long, and
 # leaves the processors to other threads. A new request is delayed by no more than this.
 IDLE_STEP_SECONDS = 0.002
+WORKER_LEVELS = ("claims_parked", "loads_abandoned", "blocks_quarantined")
 
 
 class FerryWorker:
@@ -60,7 +61,7 @@ class FerryWorker:
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._place = CacheRank(Rank(0, 0), 1)
-        self._stats, self._levels = FerryStats(), {"claims_parked": 0}
+        self._stats, self._levels = FerryStats(), dict.fromkeys(WORKER_LEVELS, 0)
         self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
@@ -230,10 +231,9 @@ class FerryWorker:
     def take_stats(self) -> FerryStats:
         if self._producer is not None and self._consumer is not None:
             loads = self._consumer.stats()
-            levels = {"claims_parked": self._producer.parked_claims}
-            if loads.abandoned_now or loads.quarantined_blocks:
-                levels["loads_abandoned"] = loads.abandoned_now
-                levels["blocks_quarantined"] = loads.quarantined_blocks
+            parked = self._producer.parked_claims
+            told = (parked, loads.abandoned_now, loads.quarantined_blocks)
+            levels = dict(zip(WORKER_LEVELS, told, strict=True))
             if levels != self._levels:
                 self._levels = levels
                 (pp, tp), replica = self._place.rank, self._place.replica
