@@ -16,7 +16,7 @@ dead:
     DEMOTING   in memory, on its way to disk    -> MEMORY
     PROMOTING  on disk, on its way to memory    -> DISK
 
-`generation` changes when an extent is taken, and when it was given up. A reader that has copied and
+`generation` changes when an extent is taken, and when it is given up. A reader that has copied and
 still finds the object in memory, at the same offset and in the same generation, knows that no
 process wrote there meanwhile.
 
@@ -53,7 +53,7 @@ from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import open_private
 
 POPULATE_WRITE = 23  # of madvise
-MOST_MAPPED_BYTES = 256 << 20  # of an index when it is opened: 0.1 s
+MOST_MAPPED_BYTES = 256 << 20  # an index up to this size is mapped when it is opened: 0.1 s
 HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
 COUNTERS = (
@@ -143,7 +143,7 @@ def words_of(names: Sequence[str]) -> tuple[Words, Words]:
 
 class _Word:
     """A word of the header as an attribute. Another process may have written anything there, so
-    the value that is read lies between `least` and `most`."""
+    reads are clamped to `least` and `most`."""
 
     def __init__(self, at: int, least: int = -(1 << 63), most: int = (1 << 63) - 1) -> None:
         self._at, self._least, self._most = at, least, most
@@ -192,7 +192,7 @@ class SharedIndex:
             self.geometry = found or wanted
             size = self._bytes(self.geometry.slots)
             if self.created:
-                os.ftruncate(fd, 0)  # whatever a dead creator left
+                os.ftruncate(fd, 0)  # a dead creator may have left bytes
                 try:
                     os.posix_fallocate(fd, 0, size)
                 except OSError as error:
@@ -203,7 +203,7 @@ class SharedIndex:
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        # Mapped now, or each new key costs a page fault in every array. Older kernels cannot.
+        # Map it now, or each new key costs a page fault in every array. Older kernels cannot.
         if size <= MOST_MAPPED_BYTES:
             with contextlib.suppress(OSError):
                 self._map.madvise(POPULATE_WRITE)
@@ -450,7 +450,7 @@ class SharedLock(Locked):
 
     @contextlib.contextmanager
     def held(self, deadline: float) -> Iterator[None]:
-        """Raises `StoreError` where it is not free in time."""
+        """Raises `StoreError` if it is not free in time."""
         if os.getpid() != self._owner_pid:
             raise StoreError(
                 "this store was opened before a fork; open it again in the new process"
@@ -482,7 +482,7 @@ class SharedLock(Locked):
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            return  # a child's copy: closed, and maybe held by a thread that is not there
+            return  # a child's copy is closed already, and a thread of the parent may hold it
         with self._threads:
             super().close()
 
@@ -526,7 +526,7 @@ class Members(Locked):
 
     def others(self) -> bool:
         """Whether any other process has the store open."""
-        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # its own does not count
+        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # our own does not count
 
     def _taken(self, what: bytes) -> bool:
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, what)

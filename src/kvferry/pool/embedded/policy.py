@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which object goes when room is needed: the one whose bytes are least likely to be read soon.
 
-The conversation decides, not the block. A request names its blocks in prefix order (`observe`).
-Where it goes on from the end of an earlier request, it is that conversation's next turn; where it
-shares only a beginning, the beginning is shared by several. So a record keeps:
+The conversation decides, not the block. A request names its blocks in prefix order (`observe`). If
+it continues from the end of an earlier request, it is that conversation's next turn. If it shares
+only a beginning, several conversations share that beginning. So a record keeps:
 
     turns, last   turn of the conversation that came last, and when
     depth, chain  place in that request's prefix, and how many blocks the request had
@@ -11,8 +11,8 @@ shares only a beginning, the beginning is shared by several. So a record keeps:
 
 `returns[class, age]` counts the next turns by age of the previous one and by the number of turns so
 far, `starts[class]` the turns that could have had a next one. Records outlive their objects
-(ghosts), so returns to evicted ones count too. From these counts comes, for each class and age, the
-best rate of hits for the time that a block would have to be kept:
+(ghosts), so returns to evicted ones count too. These counts give, for each class and age, the best
+rate of hits per second that a block is kept:
 
     max over t of  P(next turn within t | none so far) / E[time kept until then or t]
 
@@ -148,7 +148,7 @@ class ConversationPolicy:
             self._starts *= t.count_decay
 
     def touch(self, rows: Ints, now: float) -> None:
-        """These were read, or put again, outside of any observed request."""
+        """Note that these were read outside of any observed request."""
         self.history.last[rows] = now
 
     def go_last(self, rows: Ints) -> None:
@@ -156,7 +156,7 @@ class ConversationPolicy:
         self.history.klass[rows] = RECORD_CLASS
 
     def scores(self, rows: Ints, now: float) -> Floats:
-        """The higher, the longer to be kept."""
+        """Objects with a lower score go first."""
         h = self.history
         table = self._rates()
         age = np.maximum(now - h.last[rows], 0.0)
@@ -183,7 +183,7 @@ class ConversationPolicy:
         return self._table
 
     def learned(self) -> dict[str, float]:
-        """For people: the chance of another turn after one, and after many."""
+        """The chance of another turn after one, and after many."""
         chance = np.minimum(self._returns.sum(axis=1) / np.maximum(self._starts, 1e-9), 1.0)
         return {
             "requests": float(self._rest[2]),

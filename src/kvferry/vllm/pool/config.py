@@ -71,7 +71,7 @@ def _take_size(value: Any) -> int:
         raise ValueError from None
 
 
-# Of all blocks, for saves that take a moment: what is left keeps an engine going if one hangs.
+# Share of all blocks that fast saves may pin. The rest keeps the engine going if a save hangs.
 FAST_SHARE = 0.9
 Size = Annotated[int, Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)]
 LeastTokens = Annotated[
