@@ -366,7 +366,7 @@ class Lookups:
         if not used or answer.hit.tokens < most // align * align:
             used.add(registry.ours.id)  # this engine will save the rest in its own layout
         # Without `_using`: eviction's lock may take a while, and lookups must not wait for it.
-        with self._guarded("the store did not hear of a request"):
+        with self._guarded("eviction was not told of a request"):
             asked.chain.cover(asked.tokens, asked.count)
             deadline = self._busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):

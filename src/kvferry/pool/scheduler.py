@@ -178,7 +178,7 @@ class PoolScheduler:
         return tracker
 
     def arrived(self, request_id: str, tracker: RequestTracker, tokens: Sequence[int]) -> None:
-        """Look a new request up, so that the answer is there when the engine comes to it."""
+        """Look a new request up, so that the answer is there when the engine schedules it."""
         if self._lookups is not None and self._may_hit(tracker, tokens):
             self._lookups.lookup(request_id, tracker.chain, tokens)
 

@@ -8,7 +8,8 @@ take batches, may be called from any thread, and end by their deadline (absolute
 Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
 
 A store keeps whole objects only: after a crash at any point, an object exists with all its bytes or
-not at all. A range that is read was checked against the bytes that were written.
+not at all. The embedded store and `CheckedStore` check each range that they read against the bytes
+that were written.
 """
 
 from __future__ import annotations

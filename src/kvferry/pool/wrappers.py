@@ -141,7 +141,7 @@ class StagedStore:
                     np.concatenate([w.length for w in some]),
                 )
         except TransferError as error:
-            log.warning("blocks could not be brought to their memory: %s", error)
+            log.warning("blocks could not be copied to their memory: %s", error)
             return [Outcome.FAILED if o is Outcome.DONE else o for o in outcomes]
         return outcomes
 
@@ -307,7 +307,7 @@ class CheckedStore(StagedStore):
             if outcomes[at] is Outcome.DONE:
                 read = _open(key, raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
                 if read is None:
-                    log.error("%s has no header that is right", key)
+                    log.error("%s has a damaged header", key)
                     outcomes[at] = Outcome.CORRUPT
                 else:
                     lengths[at], sums[at] = read

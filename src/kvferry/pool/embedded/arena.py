@@ -100,7 +100,7 @@ class Arena:
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._backers = Threads("kvferry-back", BACK_THREADS)
-        self._advise(0, self.capacity, _HUGE_PAGE)  # where the system has them for shared memory
+        self._advise(0, self.capacity, _HUGE_PAGE)  # if the system has them for shared memory
         self._view = memoryview(self._map)
 
     def view(self, offset: int, size: int) -> memoryview:
@@ -415,7 +415,7 @@ def analyse(wanted: Sequence[Slices]) -> list[WantedObject]:
     """The wanted parts of each object, found for all objects at once, so that one object costs only
     a few calls more."""
     counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
-    result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right where nothing is wanted
+    result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right if nothing is wanted
     some = np.flatnonzero(counts)
     if len(some) == 0:
         return result

@@ -56,7 +56,7 @@ from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
-OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: whose it is
+OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: names the store that owns it
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -211,7 +211,7 @@ class DiskTier:
     # Files and records
 
     def used(self) -> int:
-        """Bytes of all files that there are, or will be."""
+        """Bytes of all files, including those that processes still write."""
         return int(self._index.image_bytes[self._index.in_state(*HAS_FILE)].sum())
 
     def remove_unrecorded(self, names: Sequence[str]) -> None:
@@ -236,7 +236,7 @@ class DiskTier:
             self._walking = thread
 
     def wait(self, seconds: float) -> bool:
-        """Whether this process's walk has ended after at most so many seconds."""
+        """Wait for this process's walk, at most this long. Returns whether it has ended."""
         if self._walking is not None:
             self._walking.join(seconds)
         return self._walking is None or not self._walking.is_alive()
@@ -374,7 +374,7 @@ def own_directory(directory: Path, disk: Path | None, in_use: bool) -> Path:
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
-            _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
+            _log.warning("the disk tier of %s stays at %s; %s is not used", directory, there, disk)
         return there
     if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
         link.unlink(missing_ok=True)

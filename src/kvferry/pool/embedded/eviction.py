@@ -148,8 +148,8 @@ class Tiers:
 
     @contextlib.contextmanager
     def locked(self, deadline: float, seconds: float = math.inf) -> Iterator[None]:
-        """The lock, by the deadline and within so many seconds; the records are mended first if
-        its last holder died."""
+        """Hold the lock; wait for it until the deadline, and at most `seconds`. If its last holder
+        died, the records are mended first."""
         with self.lock.held(min(deadline, time.monotonic() + seconds)):
             if self.index.dirty:
                 self.mend()
@@ -206,7 +206,7 @@ class Tiers:
             with self.locked(deadline):
                 pass
         except StoreError as error:
-            _log.warning("the store's records are put right later: %s", error)
+            _log.warning("the store's records are updated later: %s", error)
 
     def settle(self) -> None:
         """Write queued updates if the lock is free now. A process that only reads takes the lock
@@ -452,7 +452,7 @@ class Tiers:
             generations = np.array([generation], dtype=np.uint32)
             if self._drop_same(np.array([row]), generations):
                 self.index.count("corrupt")
-                _log.error("an object was not what was written, and is removed (record %d)", row)
+                _log.error("a damaged object is removed (record %d)", row)
 
         self._update(write, min(deadline, time.monotonic() + SHORT_WAIT_S))
 

@@ -156,7 +156,7 @@ class _Word:
 
 
 class SharedIndex:
-    """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
+    """The records, and the state of the whole store: sizes, counters, gaps, learned rates."""
 
     # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
     # bar; counters follow from word 16 on. A process writes them with the lock, except for some
@@ -565,8 +565,8 @@ class Calls:
             end()
 
     def close(self, seconds: float, end: Callable[[], None]) -> int:
-        """Take no more calls, and return how many were still under way after so many seconds. `end`
-        runs once, when there are none: before this returns, or after the last of them."""
+        """Take no more calls, and wait at most this long for those under way. Returns how many are
+        left. `end` runs once, when there are none: before this returns, or after the last call."""
         with self._changed:
             if self.closing.is_set():
                 return 0

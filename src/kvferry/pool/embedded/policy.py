@@ -33,7 +33,7 @@ from kvferry.pool.store import Bools, Ints
 
 Floats = NDArray[np.float64]
 
-# Seconds since the last turn: finer where it matters more whether a conversation returns.
+# Seconds since the last turn: finer for ages at which most conversations return.
 AGE_EDGES_S = np.array(
     [0, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 1920, 2880, 5760.0]
 )
@@ -54,7 +54,7 @@ class Tuning:
     shortest_chain: int = 3  # fewer common blocks do not make a conversation
     prior_starts: float = 80.0  # turns that the prior counts for
     prior_return_s: float = 100.0
-    fade_s: float = 60.0  # added to a shared life, so that two visits at once prove little
+    fade_s: float = 60.0  # added to a beginning's age, so that two visits at once prove little
     patience: float = 1.0  # mean gaps without a visit after which a shared beginning is at 1/e
     refresh_every: int = 256  # requests between two tables
     count_decay: float = 0.99  # of the counts, per refresh: a half after 18,000 requests

@@ -153,7 +153,7 @@ class EmbeddedStore:
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
         if memory_bytes < 1 << 16:
-            raise StoreError(f"a memory tier of {memory_bytes} bytes holds nothing; give more")
+            raise StoreError(f"a memory tier of {memory_bytes} bytes is too small; give more")
         if slots is None:
             objects = (memory_bytes + disk_bytes) // OBJECT_BYTES_GUESS
             slots = min(max(MIN_SLOTS, 1 << (4 * objects).bit_length()), MAX_SLOTS)
@@ -169,7 +169,7 @@ class EmbeddedStore:
         self._index = self._tiers.index
         if self._index.geometry != wanted:
             _log.warning(
-                "the store at %s was created with %s; that holds",
+                "the store at %s keeps the sizes with which it was created: %s",
                 self.directory,
                 self._index.geometry,
             )
@@ -285,7 +285,7 @@ class EmbeddedStore:
 
     @_call
     def counters(self) -> dict[str, int]:
-        """What is there now, and the counts of all processes since the store was created."""
+        """The objects now, and the counts of all processes since the store was created."""
         index = self._index
         rows = index.in_state(*ix.READABLE)
         return {
@@ -335,7 +335,7 @@ class EmbeddedStore:
 
     @_call
     def verify(self, deadline: float) -> Verified:
-        """Read every object whole. Objects that cannot be read now, or not in time, stay."""
+        """Read every object whole. Objects that cannot be read in time, or at all, stay."""
         good = corrupt = unread = 0
         why = ""
         for row in self._index.in_state(*ix.READABLE).tolist():
@@ -425,7 +425,7 @@ class EmbeddedStore:
         """Read the needed parts (None: check all) of the object in this row, which must be the
         key's (None: any key's)."""
         tiers, index = self._tiers, self._index
-        for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
+        for attempt in range(ATTEMPTS):  # again if it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
             in_memory, offset = state in ix.IN_MEMORY, int(index.offset[row])
             if in_memory:
@@ -483,7 +483,7 @@ class EmbeddedStore:
             if time.monotonic() > deadline:
                 raise
             self._promote_after = time.monotonic() + LEAVE_DISK_S
-            _log.warning("no place in memory for an object that is on disk: %s", error)
+            _log.warning("memory has no room for an object that is on disk: %s", error)
             return False
         if wish.offset < 0:
             return int(index.state[row]) in ix.IN_MEMORY
