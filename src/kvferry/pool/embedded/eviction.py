@@ -58,7 +58,7 @@ REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while obj
 ROUNDS = 6  # tries to make room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
-BAR_SECONDS = 1.0  # how long objects below the last victim's score are declined without a search
+BAR_SECONDS = 1.0  # how long objects with a score below `bar` are declined without a search
 
 
 @dataclass(slots=True, eq=False)

@@ -264,7 +264,7 @@ class SharedIndex:
 
     @property
     def bar(self) -> tuple[float, float]:
-        """Score of the last victim, and when it was chosen."""
+        """The lowest score in memory when an object was last declined, and the time of that."""
         score, when = self._header[12:14].view(np.float64).tolist()
         return score, when
 
