@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a load is worth it: what it costs, and what computing the same tokens costs.
 
-Both costs are learned from what this engine does anyway, as `fixed + slope * size` seconds:
+Both costs are learned from the engine's own steps and loads, as `fixed + slope * size` seconds:
 
 - *computing*: a step that is mostly prefill, by its tokens. A step begins when the scheduler sends
   it, or when the step before it is over, if that is later. A request needs one step in any case.
   After a load of the whole prompt that is a step of one token, which engines run much faster (as a
   CUDA graph), so steps that decode are learned too. A step of 16 tokens may take as long as one of
-  500, so what steps of each size took is remembered; the line is for sizes that were not seen. For
-  long prompts the estimate is too low, which means that in doubt they are computed.
-- *loading*: the seconds of the slowest rank, by bytes over all ranks. A load waits for what is
-  under way, so the queue's bytes are added to its own. For the same reason, only a load that leaves
-  nothing under way teaches something: it took as long as all loads that ended while it ran.
+  500, so the times of each size are remembered; the line serves sizes that were not seen. For long
+  prompts the estimate is too low, so in doubt they are computed.
+- *loading*: the seconds of the slowest rank, by bytes over all ranks. A load waits for the loads
+  before it, so their bytes are added to its own. For the same reason, a load is learned only if no
+  other one is under way when it ends: its time covers all loads that ended while it ran.
 
-Until enough is known of both, everything is loaded. Later, a load that seems too slow is let
-through when there was none for a while: the store may have become faster.
+Until both costs are known, everything is loaded. Later, a load that seems too slow is still tried
+if none has run for a while: the store may have become faster.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ import numpy as np
 
 from kvferry.costs import MOST, CostLine
 
-# For each request of a step, on average; a request that decodes has fewer. A step that prefills a
-# little and decodes much teaches nothing.
+# Tokens per request, on average, from which a step counts as prefill. A step that mixes a little
+# prefill with much decoding is not learned.
 PREFILL_TOKENS = 16
-MOST_STEPS = 64  # sent and not over
-MOST_OF_A_SIZE = 8  # steps that are remembered of each power of two of tokens
+MOST_STEPS = 64  # steps under way
+MOST_OF_A_SIZE = 8  # steps remembered for each power of two of tokens
 FEW_OF_A_SIZE = 3
 FORGET_SECONDS = 120.0  # a store's speed changes with its neighbours, an engine's hardly does
 REFIT_SECONDS = 0.25  # a fit takes 0.1 ms, and a request waits for it
-RETRY_SECONDS = 30.0  # without a load; then one is let through whatever it seems to cost
+RETRY_SECONDS = 30.0  # without a load; then one is tried, whatever its estimate
 
 Reason = Literal["", "slower", "queued"]
 Clock = Callable[[], float]
 
 
 class LoadChoice:
-    """Decides between loading and computing. Nothing that it is asked changes what it knows."""
+    """Decides between loading and computing."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.steps, self.loads = StepCost(clock), LoadCost(clock)
 
     def why_not(self, tokens: int, load_bytes: int, rest: int = PREFILL_TOKENS) -> Reason:
-        """Why these tokens are better computed; empty: load them.
+        """The reason to compute these tokens; empty: load them.
 
-        rest  tokens of the prompt after them, which are computed in any case; 0 and 1 mean the last
+        rest  tokens of the prompt after them, which are computed in any case; 0 and 1 both mean the
+              last token alone
         """
         alone, whole = self.loads.seconds(load_bytes), self.steps.seconds(tokens + rest)
         after = self.steps.seconds(rest)
@@ -79,7 +80,7 @@ class StepCost:
         self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
-        """Ranks get a step."""
+        """The scheduler sends a step to the ranks."""
         self._sent.append((self._clock(), tokens, requests))
 
     def over(self) -> None:
@@ -90,7 +91,7 @@ class StepCost:
         now = self._clock()
         seconds = now - max(sent, self._last_end)
         self._last_end = now
-        if not 0 < seconds < math.inf:  # whatever the clock said
+        if not 0 < seconds < math.inf:  # the clock may have jumped
             return
         if tokens >= PREFILL_TOKENS * requests:
             self._line.add(tokens, seconds, now)
@@ -100,7 +101,7 @@ class StepCost:
             self._decode.append(seconds)
 
     def seconds(self, tokens: int) -> float | None:
-        """Of a step with so many tokens of a request; None: not known yet."""
+        """Seconds of a step with this many tokens of one request; None: not known yet."""
         fit = self._line.fit(self._clock())
         if fit is None:
             return None
@@ -112,11 +113,11 @@ class StepCost:
         return min(prefill, statistics.median(self._decode))
 
     def _between(self, tokens: int) -> float | None:
-        """By the steps that were a little smaller and a little larger; None: there were none."""
+        """Interpolated between steps of nearby sizes; None outside of the sizes that were seen."""
         points: list[tuple[float, float]] = []
         for _, same in sorted(self._by_size.items(), reverse=True):
             size, seconds = (statistics.median(values) for values in zip(*same, strict=True))
-            # Of a few steps, one may have waited for a compiler: a larger one takes no less time.
+            # One of a few steps may have waited for a compiler: a larger step takes no less time.
             if points and len(same) < FEW_OF_A_SIZE:
                 seconds = min(seconds, points[-1][1])
             points.append((size, seconds))
@@ -170,7 +171,7 @@ class LoadCost:
             return
         size = self._moved - load.moved_before
         if load.failed:
-            # It did not bring everything, which may have been quick; it counts where it was slow.
+            # A load that brought little may have been quick. It counts only if it was slow.
             load.seconds = now - load.since
             expected = self.seconds(size)
             if expected is None or load.seconds <= expected:
@@ -182,6 +183,6 @@ class LoadCost:
         return 0.0 if self._under_way else self._clock() - self._last_end
 
     def seconds(self, load_bytes: int) -> float | None:
-        """For so many bytes; None: not known yet."""
+        """Seconds to load this many bytes; None: not known yet."""
         fit = self._line.fit(self._clock())
         return fit.fixed + fit.slope * load_bytes if fit is not None else None

@@ -46,11 +46,11 @@ class PoolReader:
 
     needs: tuple[Need, ...]
     align_tokens: int  # a hit is a multiple of this
-    layout_id: str = ""  # to read from where it reaches as far as any other
+    layout_id: str = ""  # preferred where it reaches as far as any other
     leaves_last: bool = True  # the last token is never loaded; else the engine computes it again
 
     def most_tokens(self, count: int) -> int:
-        """Of a hit of a sequence of `count` tokens."""
+        """The longest possible hit of a sequence of `count` tokens."""
         return count - self.leaves_last
 
 

@@ -78,7 +78,7 @@ class KeyMetadata:
 
 @lru_cache(maxsize=64)
 def _namespace(known: KeyMetadata) -> str:
-    """Asked for with every key of a request's first block."""
+    """Cached: every key of a request's first block needs it."""
     text = json.dumps(
         [known.tenant, known.model, known.meaning, known.weights, known.epoch],
         separators=(",", ":"),
@@ -101,7 +101,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class PoolKey:
-    """The name of one object: whose bytes, where they lie in it, and of which tokens."""
+    """The name of one object; see the module."""
 
     key_metadata: KeyMetadata
     layout_id: str
@@ -110,7 +110,7 @@ class PoolKey:
 
     @staticmethod
     def build_prefix(key_metadata: KeyMetadata, layout_id: str, fragment: Fragment) -> str:
-        """What the keys of all blocks of a fragment begin with."""
+        """The common beginning of the keys of a fragment's blocks."""
         return f"{key_metadata.root}/{layout_id}/{fragment.name}/"
 
     def to_string(self) -> str:
@@ -122,7 +122,7 @@ class PoolKey:
 def object_keys(
     metadata: KeyMetadata, layout_id: str, fragment: Fragment, contents: Sequence[str]
 ) -> list[str]:
-    """Keys of many blocks of one fragment: `PoolKey`s as text, of which only the ends differ."""
+    """Keys of many blocks of one fragment, as `PoolKey.to_string` makes them."""
     prefix = PoolKey.build_prefix(metadata, layout_id, fragment)
     return [prefix + content for content in contents]
 
@@ -155,7 +155,7 @@ class _Walk:
 
 
 class ContentChain:
-    """The content hashes of one sequence, which grow with it. Any method, from any thread."""
+    """The content hashes of one sequence, which grow with it. Any thread may call any method."""
 
     def __init__(self, extras: Sequence[Extra] = ()) -> None:
         self._extras = sorted(extras)
@@ -181,7 +181,7 @@ class ContentChain:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
             stream = np.frombuffer(ids, dtype=np.uintc).astype("<u4", copy=False)
             raw = stream.tobytes()
-            # numpy's maximum gives the interpreter's lock away: it is asked for suspects alone
+            # NumPy's maximum releases the interpreter's lock, so only suspicious batches need it
             if _MARK_BYTES in raw and int(stream.max()) >= MARK:
                 raise DescriptionError(f"token ids are from 0 to {MARK - 1}")
             with self._lock:  # another thread may have appended them meanwhile

@@ -337,7 +337,7 @@ class ReadPlan:
 
 
 def _slices(offset: Ints, address: Ints, length: Ints, heads: Ints) -> Sequence[Slices]:
-    """Cut before each head. Most objects are alike in the parts that are wanted of them."""
+    """Cut before each head. Usually the same parts of all objects are wanted."""
     count, per = len(heads), len(offset) // len(heads)
     if np.array_equal(heads, np.arange(count) * per) and count * per == len(offset):
         offsets, lengths = offset.reshape(count, per), length.reshape(count, per)
@@ -366,7 +366,7 @@ REFRESH_SECONDS = 0.5  # a new layout is noticed within this time, if a request 
 
 
 class LayoutRegistry:
-    """The layouts of one namespace: publishes our own, and finds others. For one thread."""
+    """The layouts of one namespace: publishes our own, finds others. For one thread at a time."""
 
     def __init__(self, metadata: KeyMetadata, ours: PoolLayout, counters: PoolCounters) -> None:
         self.metadata, self.ours = metadata, ours
@@ -381,7 +381,7 @@ class LayoutRegistry:
         return list(self._known.values())
 
     def refresh(self, store: Store, deadline: float) -> None:
-        """Every few seconds, look for new layouts, and publish ours if it is missing."""
+        """Every `REFRESH_SECONDS`, look for new layouts, and publish ours if it is missing."""
         now = time.monotonic()
         if now >= self._next:
             self._look(store, deadline)

@@ -4,14 +4,14 @@
 A thread with its own store (`kvferry-lookup`) turns tokens into content hashes, asks the store one
 batched question about all fragments in all known layouts, and finds the hit. Any error of the store
 is a miss, and counted. Between questions, the thread keeps our own layout published, and checks
-whether blocks that routers know of still exist (`EvictionWatch`). Where the store's index is this
-host's memory (`at_once`), the scheduler's thread asks it by itself if the other thread does not:
-that takes less time than two threads need to take the interpreter's lock from each other.
+whether blocks that routers know of still exist (`EvictionWatch`). If the store's index is in this
+host's memory (`at_once`), the scheduler's thread asks the store itself while the other thread does
+not use it: that takes less time than passing the interpreter's lock to the other thread and back.
 
 The scheduler asks once per step. The answer is `None` while the thread works, and a miss once the
 deadline has passed.
 
-    the thread dies                     another one opens a store, and takes over what waits
+    the thread dies                     a new one opens a store, and takes over open questions
     the thread is stuck in the store    lookups are misses at once, until it comes back
     past its deadline
     the store is still being opened     the same, once that takes longer than a lookup may
@@ -49,15 +49,15 @@ OPEN_AGAIN_SECONDS = 1.0  # after a failure to open the store
 OLDEST_ANSWER_SECONDS = 10.0  # for a request that queued; longer than any step
 STUCK_SECONDS = 1.0  # past the deadline of a call; then lookups do not wait for it
 CLOSE_SECONDS = 1.0
-# With `at_once`, layouts are looked for so often while questions come, so that these need not.
-# After a longer while without any, the thread answers, which looks for layouts first.
+# With `at_once`, the thread looks for layouts this often while questions come, so that the
+# scheduler's thread need not. After a longer pause, the thread looks for them, and then answers.
 TEND_SECONDS = 0.4
 FRESH_SECONDS = 1.0
-# The store hears of a request so much later: by then the engine has given its device work to do,
-# and the interpreter's lock is free. A long prompt takes longer to begin. Its last block is loaded
-# later still, and its saves begin after that.
+# The store hears of a request after this delay: by then the engine has given its device work to do,
+# and the interpreter's lock is free. A long prompt takes longer to begin. The request's load ends,
+# and its saves begin, later still.
 TELL_SECONDS, TELL_TOKEN_SECONDS = 0.005, 0.5e-6
-MOST_UNTOLD = 64  # then even if questions wait
+MOST_UNTOLD = 64  # beyond, the store hears of them even while questions wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,14 +89,14 @@ class LookupQuestion:
     count: int  # tokens that the sequence had then; it may have grown since
     deadline: float
     first: bool = True  # False: asked again, because the first answer was too old, or too short
-    full: bool = False  # also where the pool does not have the first block
+    full: bool = False  # ask for all blocks even if the pool lacks the first
     answer: LookupAnswer | None = None
     given_at: float | None = None  # when the scheduler got the answer
 
 
 class Lookups:
-    """Asks on behalf of requests. For the scheduler's thread alone, which never waits here, except
-    for `wait_answered`."""
+    """Asks on behalf of requests. Only the scheduler's thread calls this; only `wait_answered`
+    waits."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class Lookups:
         self._watch, self._seconds, self._at_once = watch, lookup_seconds, at_once
         self._registry: LayoutRegistry
         self._asked: dict[str, LookupQuestion] = {}  # by request
-        self._asked_at = -math.inf  # the last question
+        self._asked_at = -math.inf  # when the last question came
         self._queue: SimpleQueue[LookupQuestion | None] = SimpleQueue()
         self._answered = threading.Event()  # set with each answer of the thread
-        self._using = threading.Lock()  # the store, and all below it
+        self._using = threading.Lock()  # guards the store, and the fields down to `_recent`
         self._store: Store | None = None
         self._open_after = 0.0
         self._recent: OrderedDict[tuple[object, ...], LookupAnswer] = OrderedDict()
@@ -136,7 +136,7 @@ class Lookups:
     ) -> LookupAnswer | None:
         """What the pool holds of the sequence, or None: ask again in the next step.
 
-        full  also if the first block is not among it
+        full  ask for all blocks even if the pool lacks the first
         """
         now = time.monotonic()
         asked = self._asked.get(request_id)
@@ -163,7 +163,7 @@ class Lookups:
         return asked.answer
 
     def wait_answered(self, seconds: float) -> bool:
-        """Whether a question is open; waits for an answer, but no longer than this."""
+        """Wait for an answer, at most this long. Returns whether a question was open."""
         self._answered.clear()
         if all(asked.answer is not None for asked in self._asked.values()):
             return False
@@ -182,7 +182,8 @@ class Lookups:
             self._thread.join(CLOSE_SECONDS)
 
     def _keep_running(self) -> None:
-        """Start the thread, at first and where it died. If none can be started, questions wait."""
+        """Start the thread if none runs: the first, or one after a death. If that fails, questions
+        wait."""
         if self._thread.is_alive() or self._closed:
             return
         self._thread = threading.Thread(target=self._run, name="kvferry-lookup", daemon=True)
@@ -192,14 +193,14 @@ class Lookups:
             log.warning("no lookup is answered: %s", error)
 
     def _held_up(self, now: float) -> bool:
-        """Whether the store takes longer, to open or for a call, than a lookup may take."""
+        """Whether opening or calling the store already takes longer than a lookup may."""
         opening, busy_until = self._opening_since, self._busy_until
         if opening is not None:
             return now > opening + self._seconds
         return busy_until is not None and now > busy_until + STUCK_SECONDS
 
     def _ask(self, asked: LookupQuestion) -> None:
-        """Answer now, if nothing has to be waited for; else the thread does."""
+        """Answer now if that needs no waiting; else the thread answers."""
         now = self._asked_at = time.monotonic()
         fresh = self._at_once and now < self._registry.refreshed_at + FRESH_SECONDS
         if fresh and self._using.acquire(blocking=False):
@@ -303,14 +304,14 @@ class Lookups:
         chain, reader, registry = asked.chain, self._reader, asked.registry
         most = reader.most_tokens(asked.count)
         store = self._opened()
-        if threading.current_thread() is self._thread:  # it may wait, and the scheduler's may not
+        if threading.current_thread() is self._thread:  # it may wait; the scheduler's may not
             registry.refresh(store, asked.deadline)
         if not asked.full and self._begins_new(asked, store):
             return LookupAnswer(head_only=True)
         chain.cover(asked.tokens, asked.count)
         layouts = registry.layouts
         parts = sequence_keys(registry.metadata, chain, layouts)
-        name = (most, *(part.keys[-1] for part in parts if part.keys))  # names all blocks before
+        name = (most, *(part.keys[-1] for part in parts if part.keys))  # names all before
         recent = self._recent.get(name)
         if recent is not None and time.monotonic() - recent.at < CACHE_SECONDS:
             self._counters.add("lookup_cached")
@@ -325,15 +326,15 @@ class Lookups:
         saved = covered_prefix(held, reader.layout_id)
         answer = LookupAnswer(hit, tuple(held), {x.id: x for x in layouts}, saved)
         if hit.tokens < most // reader.align_tokens * reader.align_tokens:
-            return answer  # there may be more of it in a moment, and then a request gets all
+            return answer  # not cached: the pool may have more in a moment
         self._recent[name] = answer
         if len(self._recent) > CACHED_ANSWERS:
             self._recent.popitem(last=False)
         return answer
 
     def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
-        """Whether no layout has the first block of this sequence, which every hit needs where a
-        group keeps all tokens. So most new prompts cost one question, however long they are."""
+        """Whether no layout has the first block of this sequence. If a group keeps all tokens,
+        every hit needs that block. So most new prompts cost one question, however long they are."""
         chain, layouts, keys = asked.chain, asked.registry.layouts, list[str]()
         full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
         if not full:
@@ -364,8 +365,8 @@ class Lookups:
         used = {s.layout_id for s in answer.hit.segments}
         if not used or answer.hit.tokens < most // align * align:
             used.add(registry.ours.id)  # this engine will save the rest in its own layout
-        # Without `_using`: eviction's lock may take a while, and lookups need none.
-        with self._guarded("the store did not hear of a request"):
+        # Without `_using`: eviction's lock may take a while, and lookups must not wait for it.
+        with self._guarded("eviction was not told of a request"):
             asked.chain.cover(asked.tokens, asked.count)
             deadline = self._busy_until = time.monotonic() + IDLE_SECONDS
             for layout_id in sorted(used):
@@ -435,7 +436,7 @@ MOST_BLOCKS = 1 << 18  # beyond, the oldest are forgotten, and never reported as
 
 
 class EvictionWatch:
-    """Blocks that routers know of, checked in turn; see the module. Any method, from any thread."""
+    """Blocks that routers know of, checked in turn. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

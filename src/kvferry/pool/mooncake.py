@@ -230,7 +230,7 @@ class MooncakeStore:
         return sum(code == 0 for code in codes)
 
     def close(self) -> None:
-        """The last call under way closes the client: it may be at work on registered memory."""
+        """The last call under way closes the client, because it may still use registered memory."""
         if left := self._using.close(0.0, self._end):
             _log.warning("Mooncake's client is closed after %d calls that are under way", left)
 
@@ -297,7 +297,7 @@ class MooncakeStore:
 
 
 def _require_listening(address: str) -> None:
-    """Fail at once where no master listens; the client would try for minutes."""
+    """Fail at once if no master listens; the client would try for minutes."""
     host, _, port = address.rpartition(":")
     if "/" in address or not port.isdigit():  # a directory of masters, which the client resolves
         return
@@ -395,7 +395,7 @@ class MooncakeStoreConfig:
 
     @property
     def staging_bytes(self) -> int:
-        """That one read may take of the buffer of Mooncake's disk tier; 0: no limit."""
+        """Bytes of the buffer of Mooncake's disk tier that one read may use; 0: no limit."""
         return int(STAGING_BYTES * self.staging_share) if self.enable_offload else 0
 
     @classmethod
@@ -413,7 +413,7 @@ class MooncakeStoreConfig:
                 if environ.get(variable):
                     found[f.name] = environ[variable]
         named = environ.get("MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "").strip()
-        if named:  # wins over the file, which vLLM does not ask
+        if named:  # wins over the file, in which vLLM does not look for it
             found["local_hostname"] = named
         elif not found.get("local_hostname") and environ.get("VLLM_HOST_IP", "").strip():
             found["local_hostname"] = environ["VLLM_HOST_IP"].strip()
@@ -511,10 +511,10 @@ def _address_towards(master: str) -> str:
         ) from None
 
 
-# Blocks as the client takes them: lists of integers, made in as few steps as can be. Blocks stream
-# through the processor's caches and leave nothing of Python in them, so a step around a call of the
-# client costs several times what it costs in a loop of its own: with a few steps for each of 64
-# objects of 1 MiB, 0.6 ms a load and 0.25 ms a save, which take 10 to 15 ms.
+# The client takes blocks as lists of integers, which are made in as few steps as possible. Blocks
+# that stream through the processor's caches displace Python there, so a step next to a call of the
+# client costs several times as much as elsewhere: a few steps for each of 64 objects of 1 MiB cost
+# 0.6 ms of a load and 0.25 ms of a save, which take 10 to 15 ms.
 
 
 def lists(objects: Sequence[Slices]) -> tuple[list[list[int]], list[list[int]]]:
@@ -537,7 +537,7 @@ class Parts:
 def parts_of(wanted: Sequence[Slices]) -> Parts:
     """Lists for the client. It reads whole objects several times faster than ranges.
 
-    Where the wanted part is only the object's beginning, the client says so before it writes.
+    If the wanted part is only the object's beginning, the client refuses before it writes.
     """
     addresses, lengths = lists(wanted)
     if isinstance(wanted, AlikeSlices):

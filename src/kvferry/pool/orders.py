@@ -43,7 +43,7 @@ class Saved:
 
     job_id: int
     failed: tuple[tuple[int, int], ...] = ()  # blocks not stored, as (table, number)
-    # that it took, without the step that computed the blocks; and how many it put in the store
+    # without the step that computed the blocks; `put` counts the blocks that the store took
     seconds: float = field(default=0.0, compare=False)
     put: int = field(default=0, compare=False)
 
@@ -158,14 +158,14 @@ class StoreOperation:
     name: Literal["lookup_exists", "load_get", "save_exists", "save_put"]
     keys: int
     bytes: int = 0  # that it was asked to move
-    seconds: float = 0.0  # without those that it waited for a step to end
+    seconds: float = 0.0  # without the wait for a step to end
     waited: float = 0.0
     failed: int = 0  # keys
     status: Literal["ok", "partial_failure", "error"] = "ok"
 
 
 class PoolCounters:
-    """Named counts. Any method, from any thread. `take` returns the counts since its last call."""
+    """Named counts, for any thread. `take` returns the counts since its last call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

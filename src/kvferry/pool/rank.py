@@ -8,7 +8,7 @@
 job only when the store no longer reads the blocks' memory, which stays pinned until then. A step
 may still compute them: the thread waits for its end, or the device does (`FencedStore`). A rank
 writes its own fragment of each block, unless a replica has the turn or the store has the object. If
-the store is full, slow or broken, the thread leaves it alone for a while, twice as long each time.
+the store is full, slow or broken, the thread pauses, twice as long each time.
 Jobs that come meanwhile are reported at once, with nothing saved.
 
 **Loading** (`Loader`, several threads). A load is cut into chunks of tokens, and each chunk is read
@@ -113,8 +113,8 @@ class RankScope:
         return object_keys(self.metadata, self.layout.id, fragment, contents)
 
     def own_blocks(self, segment: Segment, tables: Sequence[Ints]) -> WantedParts | None:
-        """Whole blocks of a layout that is ours too, as this rank would save them. None: they must
-        be planned."""
+        """Whole blocks in our own layout, as this rank would save them. None: the segment needs a
+        plan."""
         if segment.layout_id != self.layout.id:
             return None
         kinds = [kind for kind in self.layout.kinds if segment.group in kind.groups]
@@ -170,7 +170,7 @@ class PoolRank:
                 for base, region in zip(bases, layout.regions, strict=True)
             ]
         )
-        self._ended = threading.Event()  # a save or a load has, since this was cleared
+        self._ended = threading.Event()  # set when a save or a load ends
         self._saver = Saver(store, self.counters, self._ended)
         self._loader = Loader(store, self.counters, self._ended)
 
@@ -199,12 +199,12 @@ class PoolRank:
         self._loader.start(order, self._scope, fence)
 
     def wait_done(self, seconds: float) -> None:
-        """Leave the processor to loads and saves under way until one has ended, or so long."""
+        """Sleep until a load or save under way has ended, at most this long."""
         if self._loader.running or self._saver.running:
             self._ended.wait(seconds)
 
     def take(self) -> Ended:
-        self._ended.clear()  # first: what ends from now on is taken now, or ends the next wait
+        self._ended.clear()  # first: a job that ends from now on sets it again
         return Ended(
             self._saver.take_done(), self._loader.take_done(), self._loader.take_recovered()
         )
@@ -371,7 +371,7 @@ class Saver:
 
 
 class _TimedFence:
-    """A fence that knows for how long it was waited for."""
+    """A fence that measures how long threads waited for it."""
 
     def __init__(self, fence: Fence) -> None:
         self._fence, self.waited = fence, 0.0
@@ -405,8 +405,8 @@ class Pace:
 
     @classmethod
     def of(cls, store: Store) -> Pace:
-        """Threads of a device that copies by itself only take the interpreter's lock from each
-        other, and from the engine. Its store cuts loads and puts into parts that overlap."""
+        """If a device copies by itself, more threads only compete for the interpreter's lock. Its
+        store cuts loads and puts into parts that overlap."""
         if not isinstance(store, FencedStore):
             return cls()
         return cls(threads=2, chunk_tokens=1 << 30, save_objects=1 << 14)
@@ -510,7 +510,7 @@ class Loader:
                 if running not in self._running:
                     return  # given up
                 running.begun = True
-            began = time.monotonic()  # without the steps that it waited for, which it does not cost
+            began = time.monotonic()  # steps that it waited for are no cost of the load
             loaded = self._load(running, scope)
         except Exception as error:
             raised = True
@@ -550,7 +550,7 @@ class Loader:
             for chunk in _cut(segment, scope.plan(segment.layout_id), self._pace)
         ]
         if len(reads) == 1 and len(self._running) == 1:
-            ended = [reads[0]()]  # here: another thread would only have to be woken
+            ended = [reads[0]()]  # on this thread: waking another takes longer
         else:
             try:
                 for read in reads:
@@ -615,7 +615,7 @@ def _wanted_keys(
     contents: Mapping[tuple[str, int], Sequence[str]],
     metadata: KeyMetadata,
 ) -> list[str]:
-    """The key of each object. Neighbours are of one fragment mostly, which is looked up once."""
+    """The key of each object. Neighbours mostly share a fragment, which is looked up once."""
     named: dict[Fragment, tuple[str, Sequence[str]]] = {}
     keys: list[str] = []
     last: Fragment | None = None

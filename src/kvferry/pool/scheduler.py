@@ -13,7 +13,7 @@ abort.
 - *save*: a block of tokens is ordered in the step that makes its last token final, or once the
   tokens are known on which a draft model's bytes depend. Only the engine knows when a recurrent
   state is whole, and names its block then. Blocks are pinned until every rank has reported the job.
-  Where too many would be pinned, the request tries again in its next step, at last when it is over.
+  If too many would be pinned, the request tries again in its next step, at the latest when it ends.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace.
 
 The scheduler's thread calls all methods. They never wait for the store, except `wait_for_lookup`.
@@ -64,7 +64,7 @@ class PoolScheduler:
         null_block: int | None = 0,
         choice: LoadChoice | None = None,
     ) -> None:
-        """choice  whose `steps` the engine tells of its steps; else all hits are loaded"""
+        """choice  learns from the steps that the engine reports; without any, hits are loaded"""
         self.limits, self.counters = limits, PoolCounters()
         self.choice = choice or LoadChoice()
         self._open_store = open_store
@@ -178,7 +178,7 @@ class PoolScheduler:
         return tracker
 
     def arrived(self, request_id: str, tracker: RequestTracker, tokens: Sequence[int]) -> None:
-        """Look a new request up, so that the answer is there when the engine comes to it."""
+        """Look a new request up, so that the answer is there when the engine schedules it."""
         if self._lookups is not None and self._may_hit(tracker, tokens):
             self._lookups.lookup(request_id, tracker.chain, tokens)
 
@@ -290,7 +290,7 @@ class PoolScheduler:
         states: Sequence[WholeState],
         tag: Any,
     ) -> None:
-        """Save what is final and was not ordered yet, as long as no more blocks are pinned."""
+        """Order saves of final blocks that were not ordered yet, while few enough are pinned."""
         final = min(tracker.final, len(tokens))
         ahead = self.layout.ahead
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
@@ -317,7 +317,7 @@ class PoolScheduler:
             self._save(tuple(blocks), tag)
 
     def _soon(self) -> int:
-        """Blocks that the store saves in a moment; 0 while it does not seem to work."""
+        """Blocks that the store saves in a moment; 0 while the store seems to hang."""
         oldest = next(iter(self._jobs.values()), None)
         if oldest is not None and time.monotonic() > oldest.at + HEALTHY_SECONDS:
             return 0
@@ -355,7 +355,8 @@ class PoolScheduler:
             self._save_up_to(tracker, tokens, lambda: tables, most, (), tag)
 
     def wait_for_lookup(self, seconds: float) -> bool:
-        """For a step that computes nothing: whether a lookup is open; waits until one is not."""
+        """For a step that computes nothing: wait until a lookup is answered, at most this long.
+        Returns whether one was open."""
         return self._lookups is not None and self._lookups.wait_answered(seconds)
 
     # Reports
@@ -559,20 +560,20 @@ class SaveJob:
     at: float = field(default_factory=time.monotonic)
 
 
-# What the store saves in this time is no burden, however much of the cache it is: a running request
-# has its blocks in any case.
+# Blocks that the store saves in this time may be pinned beyond the limit: a running request keeps
+# its blocks in any case.
 SOON_SECONDS = 0.1
-HEALTHY_SECONDS = 2.0  # of the oldest job, its step included; a store that takes longer may hang
+HEALTHY_SECONDS = 2.0  # age of the oldest job, with its step; a slower store may hang
 
 
 class SaveRate:
-    """Blocks that a rank can save in a time: the best of the last jobs."""
+    """How fast a rank saves blocks: the best rate of the last jobs."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=8)
 
     def add(self, job: SaveJob) -> None:
-        """A job that is over. After one that failed, nothing is known any more."""
+        """Learn from a job that is over. A failed one erases what was learned."""
         if job.failed:
             self._seen.clear()
         elif job.put and job.seconds > 0:
@@ -625,7 +626,7 @@ class Pins:
         self.blocks = 0
 
     def add(self, name: Hashable, block_ids: list[int], ranks: int) -> None:
-        """So many more ranks use these blocks."""
+        """`ranks` more ranks use these blocks."""
         pinned = self._pinned.get(name)
         if pinned is None:
             self._pin(block_ids)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `Store` protocol: objects of bytes by key, written once, read whole or in ranges.
 
-An object is all that one rank wrote of one block of one group; its bytes never change. Bytes come
-from and go to registered memory of this process, by address, so that no byte is copied more often
-than it must be. All methods take batches, may be called from any thread, and end by their deadline
-(absolute, on `time.monotonic()`). Where one object fails, its outcome says so, and the rest of the
-batch goes on. Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
+An object is all that one rank wrote of one block of one group; its bytes never change. The store
+reads and writes registered memory of this process, by address, without extra copies. All methods
+take batches, may be called from any thread, and end by their deadline (absolute, on
+`time.monotonic()`). If one object fails, its outcome says so, and the rest of the batch continues.
+Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
 
-A store keeps whole objects only: after a crash at any point, an object is there with all its bytes
-or not at all, and a range that is read was checked against what was written.
+A store keeps whole objects only: after a crash at any point, an object exists with all its bytes or
+not at all. The embedded store and `CheckedStore` check each range that they read against the bytes
+that were written.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MOST_RECORD_BYTES = 64 << 20  # of `put_bytes`: a layout of thousands of ranks h
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slices:
-    """Parts of one object in local memory: `length[i]` bytes of it, from `offset[i]` on, lie at
-    `address[i]`, or go there."""
+    """Parts of one object in local memory: its `length[i]` bytes from `offset[i]` on belong at
+    `address[i]`."""
 
     offset: Ints
     address: Ints
@@ -49,7 +50,7 @@ class Slices:
 
 
 class AlikeSlices(Sequence[Slices]):
-    """The same `Slices` of each object: `address` has a row for each of them."""
+    """The same parts of several objects: `address` has a row for each object."""
 
     def __init__(self, offset: Ints, address: Ints, length: Ints) -> None:
         self.offset, self.address, self.length = offset, address, length
@@ -81,8 +82,8 @@ class Store(Protocol):
         """Memory that objects are put from and got into."""
 
     def access(self, keys: Sequence[str], deadline: float) -> None:
-        """One request came: its keys of one fragment (one rank's objects of one table) in prefix
-        order, whether they are here or not. Eviction learns from this. Never raises."""
+        """Tell eviction about a request: its keys of one fragment (one rank's objects of one table)
+        in prefix order, whether their objects exist or not. Never raises."""
 
     def exists(self, keys: Sequence[str], deadline: float) -> Bools: ...
 
@@ -107,26 +108,26 @@ class Store(Protocol):
 
 
 class Fence(Protocol):
-    """A point of a device's work that lies ahead, from which on memory may be read or written."""
+    """A point in a device's queue. Memory may be read or written once the device has passed it."""
 
     @property
     def ready(self) -> Ready:
         """For work on the same device that has to wait for it."""
 
     def wait(self) -> None:
-        """Until the device has come to it. Any thread, any number of times."""
+        """Wait until the device has passed it. Any thread may call this, any number of times."""
 
 
 @runtime_checkable
 class FencedStore(Store, Protocol):
-    """A store whose device copies by itself, and waits by itself, so that a put is prepared while
-    the device computes."""
+    """A store whose device copies and waits by itself, so that a put is prepared while the device
+    still computes."""
 
     def put_after(
         self, keys: Sequence[str], objects: Sequence[Slices], deadline: float, fence: Fence
     ) -> list[Outcome]:
-        """As `put`; the objects' bytes are final from the fence on, which is waited for even past
-        the deadline: the device has its orders."""
+        """Like `put`, for bytes that are final after the fence. This waits for the fence even past
+        the deadline, because the device already has its orders."""
 
 
 def inside(regions: RegionTable, parts: Sequence[Slices]) -> list[bool]:
@@ -138,7 +139,7 @@ def inside(regions: RegionTable, parts: Sequence[Slices]) -> list[bool]:
     else:
         address = np.concatenate([p.address for p in parts])
         length = np.concatenate([p.length for p in parts])
-    bad = regions.first_outside(address, length)  # for all at once, as this is the usual case
+    bad = regions.first_outside(address, length)  # one check for all, which usually passes
     if bad < 0:
         return [True] * len(parts)
     _log.warning("%d bytes at %#x are not inside the registered memory", length[bad], address[bad])
@@ -155,7 +156,7 @@ def sizes_of(objects: Sequence[Slices]) -> Ints:
 def batch_parts(
     sizes: Sequence[int], most_bytes: int, most_objects: int = 1 << 30
 ) -> Iterator[slice]:
-    """Parts of a batch, in order: as many objects of these sizes as fit together, or one."""
+    """Cut a batch into parts, in order, each of at most `most_bytes` or of one object."""
     first = 0
     while first < len(sizes):
         last, total = first + 1, sizes[first]

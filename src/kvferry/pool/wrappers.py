@@ -6,19 +6,19 @@ StagedStore moves a device's memory through buffers of the host:
     put    the device gathers whole objects into a buffer; the store takes them from there
     get    the store fills a buffer with the wanted parts; the device scatters those that are DONE
 
-Each call has a buffer to itself, from a few; without one by its deadline it fails, and nothing was
-moved. A store must be done with a buffer when its call ends: the embedded one and Mooncake's are.
-Buffers and the device's staging memory are freed after the last call that uses any of them.
+Each call gets a buffer of its own, out of a few. If none is free by its deadline, it fails and
+moves nothing. A store must be done with a buffer when its call ends: the embedded one and
+Mooncake's are. Buffers and the device's staging memory are freed after the last call that uses any.
 
-CheckedStore adds checksums to a store that keeps none: each object lies behind a header that proves
-it.
+CheckedStore adds checksums to a store that keeps none: a header precedes each object.
 
     magic 8 `KVFSUM01`   length 8   xxh3 8, of the bytes   xxh3 8, of these 24   zeros up to 64
 
-A get reads the headers, then whole objects into a buffer, and brings the wanted parts of the right
-ones to their place. The others are CORRUPT: nothing of them is moved, and they are removed, because
-no engine saves an object that exists. The key seeds both checksums, so one key's bytes under
-another key are wrong, too. Objects with headers and objects without are never in one namespace.
+A get reads the headers, then whole objects into a buffer, and moves the wanted parts of undamaged
+objects to their places. Damaged objects are CORRUPT: they are not moved, and they are removed,
+because no engine saves an object that exists. The key seeds both checksums, so one key's bytes
+under another key are CORRUPT too. Objects with headers and objects without are never in one
+namespace.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StagedStore:
         self._regions = RegionTable.of([])
         self._changed = threading.Condition()
         self._idle: list[Bytes | None] = [None] * buffers  # None: not made yet
-        self._outgrown: list[Bytes] = []  # registered, so their addresses must not come again
+        self._outgrown: list[Bytes] = []  # still registered, so their memory must not be reused
         self._users = 1  # calls that have a buffer, and the store until it is closed
         self._closed = False
 
@@ -141,7 +141,7 @@ class StagedStore:
                     np.concatenate([w.length for w in some]),
                 )
         except TransferError as error:
-            log.warning("blocks could not be brought to their memory: %s", error)
+            log.warning("blocks could not be copied to their memory: %s", error)
             return [Outcome.FAILED if o is Outcome.DONE else o for o in outcomes]
         return outcomes
 
@@ -164,7 +164,7 @@ class StagedStore:
 
     @contextlib.contextmanager
     def _buffer(self, count: int, deadline: float) -> Iterator[Bytes]:
-        """A buffer of `count` bytes or more; a `TransferError` where none was free in time."""
+        """A buffer of `count` bytes or more; a `TransferError` if none was free in time."""
         with self._changed:
             seconds = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._idle or self._closed, seconds)
@@ -230,8 +230,8 @@ class StagedStore:
 
 
 HEADER_BYTES = 64
-# One rank's part of one block is a hundred times smaller. A reader takes memory for the length in a
-# header, and any writer of the store can seal a header.
+# One rank's part of one block is a hundred times smaller. A reader allocates the length that a
+# header names, and any writer of the store can make a valid header.
 MOST_OBJECT_BYTES = 4 << 30
 MEANING = ("checksums", "KVFSUM01")  # goes into the namespace of keys
 _HEADER = struct.Struct("<8sQQ")
@@ -307,7 +307,7 @@ class CheckedStore(StagedStore):
             if outcomes[at] is Outcome.DONE:
                 read = _open(key, raw[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])
                 if read is None:
-                    log.error("%s has no header that is right", key)
+                    log.error("%s has a damaged header", key)
                     outcomes[at] = Outcome.CORRUPT
                 else:
                     lengths[at], sums[at] = read
@@ -375,7 +375,7 @@ def _seal(key: str, length: int, checksum: int) -> bytes:
 
 
 def _open(key: str, header: bytes) -> tuple[int, int] | None:
-    """Length and checksum of an object; None where its header is not right."""
+    """Length and checksum of an object; None if its header is wrong."""
     _, length, checksum = _HEADER.unpack_from(header)
     right = length <= MOST_OBJECT_BYTES and header == _seal(key, length, checksum)
     return (length, checksum) if right else None

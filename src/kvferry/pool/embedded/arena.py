@@ -2,12 +2,12 @@
 """The memory tier: one file in shared memory, mapped by every process, cut into extents.
 
 The records alone say which extents are taken. The gaps between them are a shared list that can be
-made again at any time (`find_gaps`), so no crash can lose memory or hand it out twice. The arena
-takes memory from the system in steps, before it is touched: a full /dev/shm is an error here, and
-not a bus error later. Offsets and lengths come from memory that other processes write, so each is
+rebuilt at any time (`find_gaps`), so no crash can lose memory or hand it out twice. The arena takes
+memory from the system in steps, before it is touched: a full /dev/shm is an error here, and not a
+bus error later. Offsets and lengths come from memory that other processes write, so each is
 checked against the length that this process has mapped.
 
-An object in the arena or on disk is an image: a header that proves itself, then the bytes.
+An object in the arena or on disk is an image: a header with its own checksum, then the bytes.
 
     digest   8  xxh3 of the rest of the header
     magic    4  `KVF1`
@@ -20,8 +20,8 @@ An object in the arena or on disk is an image: a header that proves itself, then
 
 `serve` copies parts of an object to where a reader wants them, and checks the chunks that they lie
 in: each once all its wanted parts were copied, while they are in the processor's cache. That is
-faster than the other way round (84 % of memcpy against 72 %). Bytes that have landed are those that
-were written, or the outcome is CORRUPT and the caller does not use its destination.
+faster than the other way round (84 % of memcpy against 72 %). If a check fails, the outcome is
+CORRUPT, and the caller must not use its destination.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _HEADER_ALIGN = 64
 _checksum = xxhash.xxh3_64_intdigest
 _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 14  # advice for the system
-BACK_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # one makes 1.5 GiB/s of empty pages
+BACK_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # one zeroes 1.5 GiB/s of pages
 
 Sums = NDArray[np.uint64]
 
 
 class Arena:
-    """Extents of one mapped file. All but `view` needs the store's lock."""
+    """Extents of one mapped file. Methods that take or find memory need the store's lock."""
 
     def __init__(self, path: Path, index: SharedIndex) -> None:
         self._index = index
@@ -100,11 +100,11 @@ class Arena:
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._backers = Threads("kvferry-back", BACK_THREADS)
-        self._advise(0, self.capacity, _HUGE_PAGE)  # where the system has them for shared memory
+        self._advise(0, self.capacity, _HUGE_PAGE)  # if the system has them for shared memory
         self._view = memoryview(self._map)
 
     def view(self, offset: int, size: int) -> memoryview:
-        """These bytes; none where they are not all in the arena."""
+        """These bytes, or an empty view if they are not all inside the arena."""
         inside = 0 <= size <= self.capacity and 0 <= offset <= self.capacity - size
         return self._view[offset : offset + size] if inside else self._view[:0]
 
@@ -131,12 +131,12 @@ class Arena:
         return offset
 
     def room(self, size: int) -> int:
-        """Bytes of the gap from which `take` gives so many, and as many more; 0: there is none."""
+        """Length of the gap from which `take(size)` would take; 0: there is none."""
         at = self._gap_for(size)
         return min(int(self._index.gap_bytes[at]), self.capacity) if at >= 0 else 0
 
     def _gap_for(self, size: int) -> int:
-        """The same as `_first_gap`, with more memory from the system if need be."""
+        """Like `_first_gap`, with more memory from the system if needed."""
         at = self._first_gap(size)
         return self._first_gap(size) if at < 0 and self._grow(size) else at
 
@@ -156,7 +156,7 @@ class Arena:
             index.gaps = last
 
     def _grow(self, size: int) -> bool:
-        """Whether the system gave more memory: a large step, or `size` bytes where that is all."""
+        """Back more of the arena: a large step, or only `size` bytes. False: no memory."""
         index, end = self._index, self.backed()
         for step in (max(GROW_BYTES, size), size):
             grown = min(self.capacity, end + step)
@@ -174,8 +174,8 @@ class Arena:
         return False
 
     def back(self, first: int, size: int) -> bool:
-        """Have the system give memory to so many bytes from the beginning, which takes a while, and
-        map those from `first` on. False: the system has none.
+        """Back the first `size` bytes with memory, which takes a while, and map those from `first`
+        on. False: the system has no memory.
 
         Needs no lock: nothing uses that memory before `take_backed`.
         """
@@ -186,13 +186,13 @@ class Arena:
         step = -(-(last - first) // (BACK_THREADS * page)) * page
         parts = [(at, min(last, at + step)) for at in range(first, last, max(step, page))]
         free = os.fstatvfs(self._fd)
-        # Where memory is short, pages are not taken that could not be given back.
+        # If memory is short, take no pages: they could not be given back.
         if size - end <= free.f_bavail * free.f_frsize:
-            with contextlib.suppress(KvferryError):  # no thread is to be had
+            with contextlib.suppress(KvferryError):  # no thread could be started
                 advise = partial(self._advise, advice=POPULATE_WRITE)
                 wait([self._backers.call(partial(advise, *part)) for part in parts])
         try:
-            if size > end:  # quick where the pages are there; else this says what is missing
+            if size > end:  # quick if the pages are there; else it reports the lack of memory
                 os.posix_fallocate(self._fd, end, size - end)
         except OSError as error:
             if error.errno not in NO_MEMORY:
@@ -205,7 +205,7 @@ class Arena:
         _libc.madvise(address, size, advice)
 
     def take_backed(self, size: int) -> None:
-        """Use so many bytes from the beginning, which `back` got memory for."""
+        """Use the first `size` bytes, which `back` has backed."""
         if size > self.backed():
             self._index.arena_bytes = size
             self.find_gaps()
@@ -215,7 +215,7 @@ class Arena:
         return min(max(self._index.arena_bytes, 0), self.capacity)
 
     def find_gaps(self) -> None:
-        """The list of gaps, from the records; the longest ones where there are too many."""
+        """Rebuild the list of gaps from the records; of too many, keep the longest."""
         index = self._index
         rows = index.in_state(*ix.WITH_EXTENT)
         begin, size = index.offset[rows], index.extent[rows]
@@ -290,7 +290,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """A header that was found whole."""
+    """A header whose checksum was right."""
 
     key: str
     header_bytes: int
@@ -383,7 +383,7 @@ def _digests(headers: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def open_image(image: memoryview) -> Image | None:
-    """The header at the beginning of `image`; None where it is not whole."""
+    """The header at the beginning of `image`; None if it is damaged."""
     if len(image) < _HEAD.size:
         return None
     digest, magic, key_bytes, length, chunk_bytes, chunks = _HEAD.unpack_from(image)
@@ -408,14 +408,14 @@ class WantedObject:
     parts: Slices
     begin: int  # first byte
     end: int
-    size: int  # of each part where all are alike and one after another, else 0
+    size: int  # of each part if all have one size and are contiguous, else 0
 
 
 def analyse(wanted: Sequence[Slices]) -> list[WantedObject]:
-    """The wanted parts of each object. What can be found out in whole arrays is found out here, so
-    that an object costs a few calls more."""
+    """The wanted parts of each object, found for all objects at once, so that one object costs only
+    a few calls more."""
     counts = np.array([len(w.length) for w in wanted], dtype=np.int64)
-    result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right where nothing is wanted
+    result = [WantedObject(w, 0, 0, 0) for w in wanted]  # right if nothing is wanted
     some = np.flatnonzero(counts)
     if len(some) == 0:
         return result
@@ -460,7 +460,7 @@ def serve(
 
 
 def _copy(image: Image, data: memoryview, address: int, need: WantedObject) -> Outcome:
-    """By rising offset, so that no later part lies in a chunk that was checked before."""
+    """Copy by rising offset, so that no later part lies in a chunk that was checked before."""
     offset, target, length = need.parts.offset, need.parts.address, need.parts.length
     chunks: Sequence[int]
     if need.size:

@@ -2,16 +2,16 @@
 """The embedded store for a cache on a GPU: the device copies to and from the arena by itself.
 
     put   extents are reserved, the device writes whole objects to them and hashes them, and this
-          process writes the headers and publishes the records. Where a step still computes the
-          bytes, the device waits for it, and all of this is queued before
+          process writes the headers and publishes the records. If a step still computes the
+          bytes, the copies are queued beforehand, and the device waits for the step
     get   the device reads whole objects from the arena, hashes them and puts the wanted parts in
-          their places; then this process compares the hashes with the headers, and looks whether
+          their places; then this process compares the hashes with the headers, and checks that
           the records are still the same
 
-What cannot go this way (`carriers/cuda/bus.py`) goes through buffers, as in a `StagedStore`:
-objects on disk, objects that went while they were read or are damaged, objects whose length a
-device does not hash, and all of them where the bus fails. Several threads read them if they are
-large together: here a processor copies and hashes every byte.
+Some objects go through buffers instead, as in a `StagedStore`: objects on disk, objects that are
+damaged or were evicted while they were read, objects whose length the device does not hash
+(`carriers/cuda/bus.py`), and all objects if the bus fails. Several threads read large batches of
+these, because the processor copies and hashes every byte.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ log = logging.getLogger("kvferry")
 # while the step computes. The first part of a get is small, because the bus waits for it.
 PUT_OBJECTS = 512
 FIRST_OBJECTS, GET_OBJECTS = 64, 256
-PIN_AFTER_SECONDS = 10.0  # of a start: vLLM captures its graphs meanwhile
+PIN_AFTER_SECONDS = 10.0  # after the start: vLLM captures its graphs meanwhile
 PART_BYTES = 1 << 30
 READERS = min(4, max(1, (os.cpu_count() or 1) // 4))  # the engine needs the other cores
 PARALLEL_BYTES = 8 << 20  # threads share a larger read through buffers
-PART_SHARE = 8  # of the arena: two parts are in writing, and cannot make way
+PART_SHARE = 8  # of the arena: two parts are being written, and cannot be evicted
 
 
 class DeviceStore(StagedStore):
@@ -114,7 +114,7 @@ class DeviceStore(StagedStore):
         return outcomes
 
     def _ended(self, put: _Put, deadline: float, fence: Fence | None) -> list[Outcome]:
-        """The outcomes of a part, once it is over; through buffers where the bus failed."""
+        """The outcomes of a part, once it is over. If the bus failed, it goes through buffers."""
         if fence is not None:
             fence.wait()
         try:
@@ -227,7 +227,7 @@ class _Put:
         self._error: TransferError | None = None
 
     def begin(self, bus: Bus, deadline: float, after: Ready | None) -> None:
-        """after  from when on the bytes are final; None: they are"""
+        """after  when the bytes are final; None: they are final now"""
         if not len(self._which):
             return
         places = self._granted.places(self._sizes)
@@ -257,7 +257,7 @@ class _Put:
 
 
 def _objects(place: Ints, size: Ints, parts: Sequence[Slices], which: Ints) -> BusObjects:
-    """Those parts that are named, with the places of their objects on the host."""
+    """The parts at `which`, with the places of their objects on the host."""
     count = len(which)
     if isinstance(parts, AlikeSlices):
         runs = np.full(count, len(parts.length))
@@ -275,7 +275,7 @@ def _objects(place: Ints, size: Ints, parts: Sequence[Slices], which: Ints) -> B
 
 
 def _arrived(lent: Lent, which: Ints, crossing: Crossing) -> Ints:
-    """Wait for these objects; those that are in their places."""
+    """Wait for these objects. Returns those that are in their places."""
     found = crossing.finish()
     expected = np.concatenate([lent.sums[i] for i in which.tolist()])
     counts = hashes_of(lent.length[which], CHUNK_BYTES)
@@ -286,7 +286,7 @@ def _arrived(lent: Lent, which: Ints, crossing: Crossing) -> Ints:
 
 
 def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
-    """Which of these want parts, all inside of their object, whose length a device hashes."""
+    """Which of these have wanted parts, all inside an object of a length that a device hashes."""
     if isinstance(wanted, AlikeSlices):
         spans = np.tile(_span(wanted), (len(which), 1))
     else:
@@ -299,7 +299,7 @@ def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
 
 
 def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Ints]:
-    """As many of these at a time as one crossing takes."""
+    """Cut these into batches, each of which one crossing takes."""
     if not len(which):
         return
     hashes = hashes_of(lent.length[which], CHUNK_BYTES)

@@ -6,21 +6,21 @@ Nothing is synced: after a loss of power a file may be short or wrong, which its
 and its checksums show. The directory may hold other things. Only names that this module gives (32
 hexadecimal digits in the folder of their first two, parts with two numbers) are looked at.
 
-A directory belongs to one store: two would remove each other's files as left behind. `DiskOwner`
-keeps a file there locked, which names the store. Stores in containers with a /dev/shm of their own
-have one path and are two, so the name is a number. Nor may processes of one store use two
-directories, as containers do that share memory and not the disk: each would remove the records of
+A directory belongs to one store: two stores would remove each other's files as left behind.
+`DiskOwner` locks a file there that names the store. Two containers with a /dev/shm of their own may
+have two stores at one path, so the name is a random number. All processes of one store must use one
+directory. Containers that share memory but not the disk would not: each would remove the records of
 the other's files.
 
-Records say which files there are, and count, also those that a process still writes (DEMOTING). A
-file without a record takes room that no process knows of. Either the index is new (the host was
-restarted), and the file gets a record now; or a process was killed between a record's change and
-its file's removal, and the file is removed.
+Records say which files exist, including those that a process still writes (DEMOTING). A file
+without a record takes room that no process knows of. Either the index is new (the host was
+restarted), and the file gets a record now; or a process was killed after it changed a record and
+before it removed the file, and the file is removed.
 
 So every process that opens the store walks through the directory, on a thread, one process at a
 time. The walk reads without the lock, and holds it for one batch at a time. The index says whether
-files still get records (`files_due`). Where the process that began with that ends, the next one to
-open the store begins again, and passes quickly over files that have their record by then.
+files still get records (`files_due`). If the process that began this ends, the next process to open
+the store begins again, and passes quickly over files that have their record by then.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from kvferry.private_files import create_private
 
 _log = logging.getLogger(__name__)
 DISK_LINK = "disk"  # in a store's directory: where its disk tier is
-OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: whose it is
+OWNER_FILE = ".kvferry-store"  # in the disk tier's directory: names the store that owns it
 _TEMPORARY = ".part-"
 _PART = re.compile(re.escape(_TEMPORARY) + r"(\d+)-\d+")
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LONGEST_KEY_BYTES = 4096  # of an object that is found again after a restart of the host
 _LONGEST_HEADER_BYTES = 16 << 20  # of an object of 500 GiB; a longer one is damaged
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-_DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # the medium, not the moment
+_DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)  # others may pass
 
 UnderLock = Callable[[float], AbstractContextManager[None]]
 
@@ -88,7 +88,7 @@ class DiskTier:
         self._directory, self._index, self._members = directory, index, members
         self._clock, self._calls, self._locked = clock, calls, locked
         self._made: set[str] = set()
-        self._numbers = itertools.count(1)  # one step of the interpreter: threads never share one
+        self._numbers = itertools.count(1)  # `next` is atomic: threads never share a number
         self._walking: threading.Thread | None = None
         self._unread = False  # whether a walk passed over files that it could not read
 
@@ -96,7 +96,7 @@ class DiskTier:
         return self._directory / name[:2] / name
 
     def write(self, name: str, image: memoryview, still: Callable[[], bool] = lambda: True) -> bool:
-        """Whether the whole image is there now; if not, nothing is.
+        """Write a whole file, or nothing. Returns whether the file is in place.
 
         still  whether the file is still wanted once it is written: the image may have changed
                meanwhile, and another process's file may lie under the name
@@ -211,7 +211,7 @@ class DiskTier:
     # Files and records
 
     def used(self) -> int:
-        """Bytes of all files that there are, or will be."""
+        """Bytes of all files, including those that processes still write."""
         return int(self._index.image_bytes[self._index.in_state(*HAS_FILE)].sum())
 
     def remove_unrecorded(self, names: Sequence[str]) -> None:
@@ -236,7 +236,7 @@ class DiskTier:
             self._walking = thread
 
     def wait(self, seconds: float) -> bool:
-        """Whether this process's walk has ended after at most so many seconds."""
+        """Wait for this process's walk, at most this long. Returns whether it has ended."""
         if self._walking is not None:
             self._walking.join(seconds)
         return self._walking is None or not self._walking.is_alive()
@@ -247,8 +247,8 @@ class DiskTier:
             self._sweep(batch, deadline)
 
     def _walk(self) -> None:
-        """Unless another process walks. Where the lock is not free in time, or the store is closed,
-        the rest is left to the next process that opens the store."""
+        """Walk, unless another process does. If the lock is not free in time, or the store is
+        closed, the next process to open the store does the rest."""
         try:
             with self._calls, self._members.walking() as alone:
                 if alone:
@@ -277,7 +277,7 @@ class DiskTier:
                 self.remove_unrecorded(lost)
 
     def _adopt(self, names: list[str], deadline: float) -> bool:
-        """Records for the whole files of this batch, up to the capacity; False if that is off."""
+        """Make records for undamaged files, up to the capacity. False: no more records are made."""
         index = self._index
         whole: list[tuple[str, Image]] = []
         bad: list[str] = []
@@ -342,7 +342,7 @@ class DiskOwner(Locked):
         except OSError as error:
             _log.warning("disk tier: no locks in %s (%s); use it for one store", self._disk, error)
             return
-        if free:  # no process has one open
+        if free:  # no process has a store open here
             until = time.monotonic() + GOING_SECONDS
             while others():
                 if time.monotonic() > until:
@@ -374,7 +374,7 @@ def own_directory(directory: Path, disk: Path | None, in_use: bool) -> Path:
     if link.is_dir():
         there = link.resolve()
         if disk is None or disk.resolve() != there:
-            _log.warning("the disk tier of %s is at %s; that holds, not %s", directory, there, disk)
+            _log.warning("the disk tier of %s stays at %s; %s is not used", directory, there, disk)
         return there
     if disk is not None and disk.is_dir() and not in_use:  # it has moved: to there
         link.unlink(missing_ok=True)

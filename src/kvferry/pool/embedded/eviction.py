@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of one open store: which object gets an extent, and which objects make way for it.
 
-`policy.py` decides what goes first; this carries it out. An object comes in only in place of
-objects that the policy scores lower, else it is declined. With a disk tier it always comes in,
-because the objects that it displaces are not lost. Victims without a copy on disk are written there
-first, without the lock: they stay readable until the file is in place. Victims are chosen without
-the lock too, and looked at again with it.
+`policy.py` decides what goes first; this module carries it out. An object is admitted only in place
+of objects that the policy scores lower, else it is declined. With a disk tier it is always
+admitted, because the objects that it displaces are not lost. Victims without a copy on disk are
+written there first, without the lock: they stay readable until the file is in place. Victims are
+also chosen without the lock, and checked again with it.
 
 A process can die at any point. The lock goes with it; `dirty` says that the process held it; states
 with an owner say what it was doing. `mend` undoes the work of dead owners, removes their files, and
@@ -51,37 +51,37 @@ from kvferry.private_files import private_directory
 _log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 60.0
-ADOPT_SECONDS = 5.0  # in which the first opener waits for files to get records; more come later
-UPDATE_SECONDS = 1.0  # for the lock, past a caller's deadline, to give back extents
-SHORT_WAIT_S = 0.01  # for the lock, of a reader: a thousand times as long as most hold it
+ADOPT_SECONDS = 5.0  # the first opener waits this long for records of files; others come later
+UPDATE_SECONDS = 1.0  # wait for the lock, past a caller's deadline, to give back extents
+SHORT_WAIT_S = 0.01  # a reader's wait for the lock: a thousand times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
-ROUNDS = 6  # of making room for one batch: others may take the freed memory
+ROUNDS = 6  # tries to make room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
-BAR_SECONDS = 1.0  # how long objects below the last victim's score are declined without a search
+BAR_SECONDS = 1.0  # how long objects with a score below `bar` are declined without a search
 
 
 @dataclass(slots=True, eq=False)
 class Wish:
-    """An extent that is wanted, and what came of it."""
+    """A wish for an extent, and its result."""
 
     row: int
     low: np.uint64  # the key, because a ghost's slot may be given away meanwhile
     high: np.uint64
     size: int  # bytes, a multiple of `arena.ALIGN`
-    state: int  # WRITING or PROMOTING, once it has it
+    state: int  # of the row with the extent: WRITING or PROMOTING
     score: float = math.inf  # by the policy; infinity is never declined
     offset: int = -1  # of the extent that was granted
-    declined: bool = False  # worth less than the objects that are there
+    declined: bool = False  # worth less than the objects in memory
 
     @property
     def before(self) -> int:
-        """The row's state until then, and again if the extent is given back."""
+        """The row's state before the grant, and again if the extent is given back."""
         return ix.GHOST if self.state == ix.WRITING else ix.DISK
 
 
 class Tiers:
-    """The files of one store as one process has them open, and the right to change them."""
+    """One process's open files of one store, and the lock that allows changes."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Tiers:
             self._opened = undo.pop_all()
         if self.disk is not None:
             self.disk.begin()
-            if self.index.created:  # a small tier is whole when the store is open
+            if self.index.created:  # all files of a small tier get their records here
                 self.disk.wait(ADOPT_SECONDS)
 
     def _open(
@@ -136,11 +136,11 @@ class Tiers:
                 link.symlink_to(disk.absolute())
             index.publish()
         else:
-            self._undo({self.members.me})  # the last process that had this number
+            self._undo({self.members.me})  # of a dead process that had this number
 
     def close(self) -> None:
         """After the last call."""
-        self.disk = None  # it refers to this object, and a circle would keep the mappings
+        self.disk = None  # it refers to this object: a cycle would keep the mappings
         self._updates.clear()  # the same; the next process undoes the work of members that are gone
         self._opened.close()
 
@@ -148,8 +148,8 @@ class Tiers:
 
     @contextlib.contextmanager
     def locked(self, deadline: float, seconds: float = math.inf) -> Iterator[None]:
-        """The lock, by the deadline and within so many seconds; the records are mended first if
-        its last holder died."""
+        """Hold the lock; wait for it until the deadline, and at most `seconds`. If its last holder
+        died, the records are mended first."""
         with self.lock.held(min(deadline, time.monotonic() + seconds)):
             if self.index.dirty:
                 self.mend()
@@ -169,7 +169,7 @@ class Tiers:
         return {owner for owner in owners if not self.members.alive(owner)}
 
     def _undo(self, gone: set[int]) -> None:
-        """The work under way of these owners."""
+        """Undo the unfinished work of these owners."""
         index = self.index
         rows = index.in_state(*ix.OWNED)
         rows = rows[np.isin(index.owner[rows], list(gone))]
@@ -189,7 +189,7 @@ class Tiers:
         self.index.state[rows] = ix.MEMORY
 
     def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
-        """Whether memory came back from processes that died outside of the lock."""
+        """Free the extents of processes that died outside of the lock. Returns whether any died."""
         if not now and time.monotonic() < self._reap_at:
             return False
         self._reap_at = time.monotonic() + REAP_SECONDS
@@ -206,11 +206,11 @@ class Tiers:
             with self.locked(deadline):
                 pass
         except StoreError as error:
-            _log.warning("the store's records are put right later: %s", error)
+            _log.warning("the store's records are updated later: %s", error)
 
     def settle(self) -> None:
-        """Write what waits for the lock, if it is free now: a process that only reads takes it for
-        nothing else."""
+        """Write queued updates if the lock is free now. A process that only reads takes the lock
+        for nothing else."""
         if self._updates:
             with contextlib.suppress(StoreError), self.locked(time.monotonic()):
                 pass
@@ -218,9 +218,9 @@ class Tiers:
     # Coming in
 
     def reserve(self, wishes: list[Wish], deadline: float, lock_seconds: float = math.inf) -> None:
-        """Extents for as many wishes as there can be, the most valuable first.
+        """Reserve extents for as many wishes as possible, the most valuable first.
 
-        lock_seconds  for the lock, each time, of a caller that can do without
+        lock_seconds  longest wait for the lock, each time, of a caller that can do without extents
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck = 0
@@ -232,7 +232,7 @@ class Tiers:
                 stuck = stuck + 1 if len(pending) == before else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                     break
-                if self._reap(deadline, lock_seconds):  # before objects that may still be wanted
+                if self._reap(deadline, lock_seconds):  # before evicting objects
                     continue
                 victims = self._choose(pending, in_a_row=stuck > 1)
                 pending = [wish for wish in pending if not wish.declined]
@@ -245,9 +245,9 @@ class Tiers:
             raise
 
     def _take(self, wishes: list[Wish]) -> list[Wish]:
-        """One free extent for all of these, in their order, so that one copy moves many objects;
-        else one for as many as a gap has room for, the most valuable first. Those that found
-        none."""
+        """Take one free extent for all wishes, in their order, so that one copy moves many objects.
+        If no gap is that long, fill gap after gap, the most valuable wishes first. Returns the
+        wishes that got none."""
         index, left = self.index, list[Wish]()
         if index.gaps_stale:
             self.arena.find_gaps()
@@ -281,12 +281,12 @@ class Tiers:
         return left
 
     def _grant(self, wishes: list[Wish], offset: int) -> None:
-        """Give these the memory from there on, one after another."""
+        """Give these the memory from `offset` on, one after another."""
         index = self.index
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
         sizes = np.array([wish.size for wish in wishes], dtype=np.int64)
         offsets = offset + np.cumsum(sizes) - sizes
-        index.generation[rows] += np.uint32(1)  # the process that gave them up may have died first
+        index.generation[rows] += np.uint32(1)  # the last owner may have died before it did this
         index.offset[rows], index.extent[rows] = offsets, sizes
         index.owner[rows] = self.members.me
         index.state[rows] = np.array([wish.state for wish in wishes], dtype=np.uint8)
@@ -327,7 +327,7 @@ class Tiers:
         return np.asarray(rows[order[:count]])
 
     def _evict(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
-        """Take these out of memory: down to disk where there is one."""
+        """Evict these from memory, to disk if there is a disk tier."""
         index, disk = self.index, self.disk
         with self.locked(deadline, lock_seconds):
             rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
@@ -345,7 +345,7 @@ class Tiers:
             self._demote(disk, down, deadline)
 
     def _fit(self, disk: DiskTier, coming: Ints) -> Ints:
-        """Remove the least valuable files to make room; which of `coming` are worth their place."""
+        """Remove the least valuable files to make room. Returns the part of `coming` that fits."""
         index = self.index
         over = disk.used() + int(index.image_bytes[coming].sum()) - index.geometry.disk_bytes
         if over <= 0:
@@ -401,8 +401,8 @@ class Tiers:
             self._update(write, time.monotonic() + UPDATE_SECONDS)
 
     def claim(self, low: ix.Words, high: ix.Words, batch: Ints) -> Ints:
-        """As `SharedIndex.claim`; but where objects have all sixteen slots of a key, the one that
-        is worth least goes, from all tiers. -1 where none of them can."""
+        """Like `SharedIndex.claim`, but if objects have all sixteen slots of a key, the least
+        valuable one is removed from all tiers. -1 if none can be removed."""
         index, now = self.index, self.clock()
         rows = index.claim(low, high, now, batch)
         while len(left := np.flatnonzero(rows < 0)):
@@ -433,26 +433,26 @@ class Tiers:
     # Leaving all tiers
 
     def give_up(self, rows: Ints, deadline: float) -> int:
-        """Remove the objects that these records have now; how many were removed."""
+        """Remove the objects that these records have now. Returns how many were removed."""
         generation = self.index.generation[rows].copy()
         with self.locked(deadline):
             return self._drop_same(rows, generation)
 
     def evict(self, size: int, deadline: float) -> int:
-        """Remove the least valuable objects, `size` bytes or more, from all tiers; how many."""
+        """Remove the least valuable objects of all tiers, `size` bytes or more; return how many."""
         rows = self._least_valuable(self.index.in_state(*ix.AT_REST), size)
         count = self.give_up(rows, deadline) if size > 0 else 0
         self.index.count("dropped", count)
         return count
 
     def discard(self, row: int, generation: int, deadline: float) -> None:
-        """Remove an object that is not what was written, now or as soon as the lock is free."""
+        """Remove a damaged object, now or as soon as the lock is free."""
 
         def write() -> None:
             generations = np.array([generation], dtype=np.uint32)
             if self._drop_same(np.array([row]), generations):
                 self.index.count("corrupt")
-                _log.error("an object was not what was written, and is removed (record %d)", row)
+                _log.error("a damaged object is removed (record %d)", row)
 
         self._update(write, min(deadline, time.monotonic() + SHORT_WAIT_S))
 
@@ -468,14 +468,14 @@ class Tiers:
         return count
 
     def _least_valuable(self, rows: Ints, goal: int) -> Ints:
-        """Those of these objects to be lost first, `goal` bytes of them or more if there are."""
+        """The least valuable of these objects, `goal` bytes or more if there are as many."""
         sizes = self.index.image_bytes[rows]
         order = _lowest(self.policy.scores(rows, self.clock()), sizes, goal)
         count = int(np.searchsorted(np.cumsum(sizes[order]), goal)) + 1
         return np.asarray(rows[order[:count]])
 
     def _drop_same(self, rows: Ints, generation: NDArray[np.uint32]) -> int:
-        """Remove objects that are still of this generation; how many were."""
+        """Remove objects that are still of this generation. Returns how many were."""
         index = self.index
         same = index.readable(rows) & (index.generation[rows] == generation)
         same &= index.state[rows] != ix.PROMOTING  # the owner still writes to the extent
@@ -492,7 +492,7 @@ class Tiers:
 
 
 def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:
-    """Indices by rising score, enough of them for `goal` bytes where there are enough."""
+    """Indices by rising score, enough of them for `goal` bytes, or all."""
     mean = max(1, int(sizes.sum()) // max(1, len(sizes)))
     count = 3 * goal // (2 * mean) + 16
     while count < len(scores):

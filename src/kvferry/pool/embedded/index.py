@@ -16,7 +16,7 @@ dead:
     DEMOTING   in memory, on its way to disk    -> MEMORY
     PROMOTING  on disk, on its way to memory    -> DISK
 
-`generation` changes when an extent is taken, and when it was given up. A reader that has copied and
+`generation` changes when an extent is taken, and when it is given up. A reader that has copied and
 still finds the object in memory, at the same offset and in the same generation, knows that no
 process wrote there meanwhile.
 
@@ -53,7 +53,7 @@ from kvferry.pool.store import Bools, Ints
 from kvferry.private_files import open_private
 
 POPULATE_WRITE = 23  # of madvise
-MOST_MAPPED_BYTES = 256 << 20  # of an index when it is opened: 0.1 s
+MOST_MAPPED_BYTES = 256 << 20  # an index up to this size is mapped when it is opened: 0.1 s
 HEADER_WORDS = 512
 MAX_GAPS = 1 << 15
 COUNTERS = (
@@ -143,7 +143,7 @@ def words_of(names: Sequence[str]) -> tuple[Words, Words]:
 
 class _Word:
     """A word of the header as an attribute. Another process may have written anything there, so
-    the value that is read lies between `least` and `most`."""
+    reads are clamped to `least` and `most`."""
 
     def __init__(self, at: int, least: int = -(1 << 63), most: int = (1 << 63) - 1) -> None:
         self._at, self._least, self._most = at, least, most
@@ -156,7 +156,7 @@ class _Word:
 
 
 class SharedIndex:
-    """The records, and the state of the whole store: sizes, counters, gaps, what was learned."""
+    """The records, and the state of the whole store: sizes, counters, gaps, learned rates."""
 
     # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
     # bar; counters follow from word 16 on. A process writes them with the lock, except for some
@@ -192,7 +192,7 @@ class SharedIndex:
             self.geometry = found or wanted
             size = self._bytes(self.geometry.slots)
             if self.created:
-                os.ftruncate(fd, 0)  # whatever a dead creator left
+                os.ftruncate(fd, 0)  # a dead creator may have left bytes
                 try:
                     os.posix_fallocate(fd, 0, size)
                 except OSError as error:
@@ -203,7 +203,7 @@ class SharedIndex:
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        # Mapped now, or each new key costs a page fault in every array. Older kernels cannot.
+        # Map it now, or each new key costs a page fault in every array. Older kernels cannot.
         if size <= MOST_MAPPED_BYTES:
             with contextlib.suppress(OSError):
                 self._map.madvise(POPULATE_WRITE)
@@ -264,7 +264,7 @@ class SharedIndex:
 
     @property
     def bar(self) -> tuple[float, float]:
-        """Score of the last victim, and when it was chosen."""
+        """The lowest score in memory when an object was last declined, and the time of that."""
         score, when = self._header[12:14].view(np.float64).tolist()
         return score, when
 
@@ -450,7 +450,7 @@ class SharedLock(Locked):
 
     @contextlib.contextmanager
     def held(self, deadline: float) -> Iterator[None]:
-        """Raises `StoreError` where it is not free in time."""
+        """Raises `StoreError` if it is not free in time."""
         if os.getpid() != self._owner_pid:
             raise StoreError(
                 "this store was opened before a fork; open it again in the new process"
@@ -482,7 +482,7 @@ class SharedLock(Locked):
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
-            return  # a child's copy: closed, and maybe held by a thread that is not there
+            return  # a child's copy is closed already, and a thread of the parent may hold it
         with self._threads:
             super().close()
 
@@ -526,7 +526,7 @@ class Members(Locked):
 
     def others(self) -> bool:
         """Whether any other process has the store open."""
-        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # its own does not count
+        return self._taken(self._flock(fcntl.F_WRLCK, 1, MAX_MEMBERS))  # our own does not count
 
     def _taken(self, what: bytes) -> bool:
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, what)
@@ -565,8 +565,8 @@ class Calls:
             end()
 
     def close(self, seconds: float, end: Callable[[], None]) -> int:
-        """Take no more calls, and return how many were still under way after so many seconds. `end`
-        runs once, when there are none: before this returns, or after the last of them."""
+        """Take no more calls, and wait at most this long for those under way. Returns how many are
+        left. `end` runs once, when there are none: before this returns, or after the last call."""
         with self._changed:
             if self.closing.is_set():
                 return 0

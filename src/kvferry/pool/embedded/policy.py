@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which object goes when room is needed: the one whose bytes are least likely to be read soon.
 
-The conversation decides, not the block. A request names its blocks in prefix order (`observe`).
-Where it goes on from the end of an earlier request, it is that conversation's next turn; where it
-shares only a beginning, the beginning is shared by several. So a record keeps:
+The conversation decides, not the block. A request names its blocks in prefix order (`observe`). If
+it continues from the end of an earlier request, it is that conversation's next turn. If it shares
+only a beginning, several conversations share that beginning. So a record keeps:
 
     turns, last   turn of the conversation that came last, and when
     depth, chain  place in that request's prefix, and how many blocks the request had
@@ -11,8 +11,8 @@ shares only a beginning, the beginning is shared by several. So a record keeps:
 
 `returns[class, age]` counts the next turns by age of the previous one and by the number of turns so
 far, `starts[class]` the turns that could have had a next one. Records outlive their objects
-(ghosts), so returns to evicted ones count too. From these counts comes, for each class and age, the
-best rate of hits for the time that a block would have to be kept:
+(ghosts), so returns to evicted ones count too. These counts give, for each class and age, the best
+rate of hits per second that a block is kept:
 
     max over t of  P(next turn within t | none so far) / E[time kept until then or t]
 
@@ -33,7 +33,7 @@ from kvferry.pool.store import Bools, Ints
 
 Floats = NDArray[np.float64]
 
-# Seconds since the last turn: finer where it matters more whether a conversation returns.
+# Seconds since the last turn: finer for ages at which most conversations return.
 AGE_EDGES_S = np.array(
     [0, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720, 960, 1440, 1920, 2880, 5760.0]
 )
@@ -54,7 +54,7 @@ class Tuning:
     shortest_chain: int = 3  # fewer common blocks do not make a conversation
     prior_starts: float = 80.0  # turns that the prior counts for
     prior_return_s: float = 100.0
-    fade_s: float = 60.0  # added to a shared life, so that two visits at once prove little
+    fade_s: float = 60.0  # added to a beginning's age, so that two visits at once prove little
     patience: float = 1.0  # mean gaps without a visit after which a shared beginning is at 1/e
     refresh_every: int = 256  # requests between two tables
     count_decay: float = 0.99  # of the counts, per refresh: a half after 18,000 requests
@@ -148,7 +148,7 @@ class ConversationPolicy:
             self._starts *= t.count_decay
 
     def touch(self, rows: Ints, now: float) -> None:
-        """These were read, or put again, outside of any observed request."""
+        """Note that these were read outside of any observed request."""
         self.history.last[rows] = now
 
     def go_last(self, rows: Ints) -> None:
@@ -156,7 +156,7 @@ class ConversationPolicy:
         self.history.klass[rows] = RECORD_CLASS
 
     def scores(self, rows: Ints, now: float) -> Floats:
-        """The higher, the longer to be kept."""
+        """Objects with a lower score go first."""
         h = self.history
         table = self._rates()
         age = np.maximum(now - h.last[rows], 0.0)
@@ -183,7 +183,7 @@ class ConversationPolicy:
         return self._table
 
     def learned(self) -> dict[str, float]:
-        """For people: the chance of another turn after one, and after many."""
+        """The chance of another turn after one, and after many."""
         chance = np.minimum(self._returns.sum(axis=1) / np.maximum(self._starts, 1e-9), 1.0)
         return {
             "requests": float(self._rest[2]),

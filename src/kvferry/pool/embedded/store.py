@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded store: objects shared by all processes of one host, by a directory and nothing else.
+"""The embedded store: objects shared by all processes of one host through a directory.
 
 There is no server. Every process maps the same two files, an index and an arena, and takes part:
 
     put     claim a record and an extent (with the lock), gather the bytes into the extent, checksum
             them, and set the record's state to MEMORY
-    get     find the record, copy the wanted parts to their places and check them, and look whether
-            the extent was given up meanwhile; if so, look again, in the other tier too
+    get     find the record, copy the wanted parts to their places and check them, and check that
+            the extent was not given up meanwhile; if it was, try again, also in the other tier
     access  tell the eviction policy about a request (with the lock)
 
-A get takes no lock. It brings an object on disk to memory on the way if the lock is free: a process
-that is stopped with the lock costs its neighbours nothing but that. An object that is not what was
-written is CORRUPT for its reader, removed, and counted. An object that another process is writing
-now EXISTS for a second writer. A process may die at any point: objects that it wrote half were
-never readable, objects that it evicted half are whole in one tier, and the kernel drops its locks.
+A get needs no lock. If the lock is free, it also brings an object on disk to memory. So a stopped
+process that holds the lock costs readers only that. A damaged object is CORRUPT for its reader,
+removed, and counted. An object that another process is writing EXISTS for a second writer. A
+process may die at any point: its half-written objects were never readable, its half-evicted objects
+are whole in one tier, and the kernel drops its locks.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ MIN_SLOTS, MAX_SLOTS = 1 << 18, 1 << 26
 # barrier, and Python has none.
 ORDERED_MACHINES = ("x86_64", "AMD64")
 CLOSE_SECONDS = 5.0  # for calls under way to end; then the last of them closes the store
-PART_SHARE = 4  # of the memory: a put writes so much at a time, because objects in writing stay
+PART_SHARE = 4  # of the memory is written at a time: objects being written cannot be evicted
 ATTEMPTS = 5
-LEAVE_DISK_S = 0.25  # after no place was found in memory, objects are read from disk right away
+LEAVE_DISK_S = 0.25  # after memory had no room, objects are not promoted for this long
 COUNTED = {"puts": Outcome.DONE, "full": Outcome.FULL, "declined": Outcome.DECLINED}
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,7 +86,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One object, for people."""
+    """One object, as `kvferry pool` shows it."""
 
     key: str
     bytes: int
@@ -103,7 +103,7 @@ class Verified(NamedTuple):
     good: int
     corrupt: int  # removed
     unread: int = 0
-    why: str = ""  # the first of them was not read
+    why: str = ""  # the first of these was not read
 
 
 def default_directory() -> Path:
@@ -153,7 +153,7 @@ class EmbeddedStore:
         if (disk_directory is None) != (disk_bytes == 0):
             raise StoreError("a disk tier needs both a directory and a capacity in bytes")
         if memory_bytes < 1 << 16:
-            raise StoreError(f"a memory tier of {memory_bytes} bytes holds nothing; give more")
+            raise StoreError(f"a memory tier of {memory_bytes} bytes is too small; give more")
         if slots is None:
             objects = (memory_bytes + disk_bytes) // OBJECT_BYTES_GUESS
             slots = min(max(MIN_SLOTS, 1 << (4 * objects).bit_length()), MAX_SLOTS)
@@ -169,7 +169,7 @@ class EmbeddedStore:
         self._index = self._tiers.index
         if self._index.geometry != wanted:
             _log.warning(
-                "the store at %s was created with %s; that holds",
+                "the store at %s keeps the sizes with which it was created: %s",
                 self.directory,
                 self._index.geometry,
             )
@@ -192,7 +192,7 @@ class EmbeddedStore:
                 now = self._clock()
                 if not known.all():
                     rows[~known] = index.claim(low[~known], high[~known], now, rows[known])
-                # Objects that were put before this request was told of are as new as the others.
+                # Objects that were put before this call count as new, like the others.
                 known[known] = index.history.chain[rows[known]] > 0
                 whole = len(rows) if bool((rows >= 0).all()) else int(np.argmin(rows >= 0))
                 self._tiers.policy.observe(rows[:whole], known[:whole], now)
@@ -213,7 +213,7 @@ class EmbeddedStore:
     def parts(
         self, sizes: Sequence[int], most_objects: int = 1 << 30, most_bytes: int = 1 << 60
     ) -> Iterator[slice]:
-        """How many objects of a batch to write at a time: those in writing cannot make way."""
+        """Cut a batch into parts to write at a time: objects being written cannot be evicted."""
         most = min(most_bytes, self._tiers.arena.capacity // PART_SHARE)
         return batch_parts([size + ALIGN for size in sizes], most, most_objects)
 
@@ -233,7 +233,7 @@ class EmbeddedStore:
                 _log.warning("%s could not be read: %s", keys[at], text_of(error))
         self._tiers.policy.touch(rows[there], self._clock())
         hits = outcomes.count(Outcome.DONE)
-        index.count("hits", hits)  # without the lock: may miss a few
+        index.count("hits", hits)  # without the lock, so a few counts may be lost
         index.count("misses", len(keys) - hits)
         return outcomes
 
@@ -281,11 +281,11 @@ class EmbeddedStore:
             self._unpin()
         self._tiers.close()
 
-    # For people: `kvferry pool`
+    # For `kvferry pool`
 
     @_call
     def counters(self) -> dict[str, int]:
-        """What is there now, and the counts of all processes since the store was created."""
+        """The objects now, and the counts of all processes since the store was created."""
         index = self._index
         rows = index.in_state(*ix.READABLE)
         return {
@@ -308,7 +308,7 @@ class EmbeddedStore:
             rows = self._index.in_state(*ix.READABLE)
             scores = self._tiers.policy.scores(rows, self._clock())
         for at in np.argsort(scores, kind="stable").tolist():
-            with self._calls:  # not while the caller looks at the object
+            with self._calls:  # not held while the caller uses the object
                 one = self._list_one(int(rows[at]), float(scores[at]))
             yield one
 
@@ -335,7 +335,7 @@ class EmbeddedStore:
 
     @_call
     def verify(self, deadline: float) -> Verified:
-        """Read every object whole. Objects that cannot be read now, or not in time, stay."""
+        """Read every object whole. Objects that cannot be read in time, or at all, stay."""
         good = corrupt = unread = 0
         why = ""
         for row in self._index.in_state(*ix.READABLE).tolist():
@@ -372,13 +372,13 @@ class EmbeddedStore:
         return MemoryRegion(self._tiers.arena.address, self._tiers.arena.capacity)
 
     def before_unmapping(self, unpin: Callable[[], None]) -> None:
-        """Have this called when the store is closed and its last call has ended."""
+        """`unpin` runs when the store is closed and its last call has ended."""
         self._unpin = unpin
 
     @_call
     def back_memory(self, first: int, size: int) -> int:
-        """Have the system give memory to so many bytes of the arena, and map those from `first` on;
-        how many have memory now."""
+        """Back the first `size` bytes of the arena with memory, and map those from `first` on.
+        Returns how many bytes are backed now."""
         arena = self._tiers.arena
         size = min(size, arena.capacity)
         if arena.back(first, size):
@@ -388,8 +388,8 @@ class EmbeddedStore:
 
     @contextlib.contextmanager
     def lending(self, keys: Sequence[str]) -> Iterator[Lent]:
-        """Objects that lie in memory now. They may go at any time: `Lent.still` says afterwards
-        which were there until then."""
+        """Objects that are in memory now. They may be evicted at any time: `Lent.still` says
+        afterwards which stayed."""
         with self._calls:
             yield self._lend(keys)
 
@@ -412,7 +412,7 @@ class EmbeddedStore:
                 continue
             headers = arena.headers(offset[some], head)
             good, found = open_alike(headers, [names[i] for i in some.tolist()], size)
-            there[some[~good]] = False  # whoever reads it the other way finds out why
+            there[some[~good]] = False  # a read through buffers finds out why
             place[some] = arena.address + offset[some] + head
             sums.update(zip(some[good].tolist(), found[good], strict=True))
         return Lent(self._tiers, self._clock, rows, generation, offset, there, place, length, sums)
@@ -425,7 +425,7 @@ class EmbeddedStore:
         """Read the needed parts (None: check all) of the object in this row, which must be the
         key's (None: any key's)."""
         tiers, index = self._tiers, self._index
-        for attempt in range(ATTEMPTS):  # again where it moved between tiers meanwhile
+        for attempt in range(ATTEMPTS):  # again if it moved between tiers meanwhile
             generation, state = int(index.generation[row]), int(index.state[row])
             in_memory, offset = state in ix.IN_MEMORY, int(index.offset[row])
             if in_memory:
@@ -433,11 +433,11 @@ class EmbeddedStore:
                 address, length = tiers.arena.address + offset, int(index.length[row])
                 outcome = serve(key, view, address, length, need)
             elif state in (ix.DISK, ix.PROMOTING):
-                # Once only: where memory is short, others may push it down again before it is read.
+                # Once only: if memory is short, others may demote it again before it is read.
                 worth_it = attempt == 0 and state == ix.DISK and need is not None
                 if worth_it and self._promote(row, deadline):
                     continue
-                generation = int(index.generation[row])  # trying has changed it
+                generation = int(index.generation[row])  # the attempt has changed it
                 outcome = self._read_file(key, row, need)
                 if outcome is Outcome.DONE:
                     return outcome
@@ -449,16 +449,16 @@ class EmbeddedStore:
             if in_memory and not (after in ix.IN_MEMORY and index.offset[row] == offset):
                 continue
             if outcome is Outcome.MISSING and key is not None and index.is_of(row, key):
-                outcome = Outcome.CORRUPT  # another key's bytes, where the record says this key's
+                outcome = Outcome.CORRUPT  # another key's bytes under a record of this key
             if outcome is Outcome.CORRUPT and after not in (state, ix.DISK):
-                continue  # brought to memory meanwhile, and its file removed: it is there
+                continue  # promoted meanwhile, and its file removed: read it from memory
             if outcome is Outcome.CORRUPT:
                 tiers.discard(row, generation, deadline)
             return outcome
         return Outcome.MISSING
 
     def _read_file(self, key: str | None, row: int, need: WantedObject | None) -> Outcome:
-        """From the disk tier, without a place in memory."""
+        """Read from the disk tier, without promoting the object."""
         index, disk = self._index, self._tiers.disk
         (name,), length = index.names(np.array([row])), int(index.length[row])
         image = disk.read(name, int(index.image_bytes[row])) if disk is not None else None
@@ -468,7 +468,7 @@ class EmbeddedStore:
         return serve(key, image, address, length, need)
 
     def _promote(self, row: int, deadline: float) -> bool:
-        """Bring an object from disk into memory; False where that was not possible."""
+        """Bring an object from disk into memory; False if that was not possible."""
         tiers, index, disk = self._tiers, self._index, self._tiers.disk
         if disk is None or time.monotonic() < self._promote_after:
             return False
@@ -483,7 +483,7 @@ class EmbeddedStore:
             if time.monotonic() > deadline:
                 raise
             self._promote_after = time.monotonic() + LEAVE_DISK_S
-            _log.warning("no place in memory for an object that is on disk: %s", error)
+            _log.warning("memory has no room for an object that is on disk: %s", error)
             return False
         if wish.offset < 0:
             return int(index.state[row]) in ix.IN_MEMORY
@@ -511,7 +511,7 @@ class EmbeddedStore:
         *,
         goes_last: bool = False,
     ) -> list[Outcome]:
-        """Put objects whose memory is `good`; the others FAILED."""
+        """Put objects whose memory is `good`; the others get FAILED."""
         sizes = sizes_of(objects).tolist()
         with self.granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
             for at, wish in granted.wishes.items():
@@ -577,7 +577,7 @@ class EmbeddedStore:
         outcomes: list[Outcome],
         deadline: float,
     ) -> dict[int, Wish]:
-        """By place in the batch, the extents that objects need. The others get their outcome."""
+        """The extents to reserve, by place in the batch. Other objects get their outcome."""
         tiers, index = self._tiers, self._index
         low, high = hash_keys(keys)
         _, first = np.unique(np.stack((low, high)), axis=1, return_index=True)
@@ -596,7 +596,7 @@ class EmbeddedStore:
             if not good[at]:
                 continue
             if state == ix.FREE and is_first:
-                outcomes[at] = Outcome.FULL  # none of the sixteen objects in its slots may go
+                outcomes[at] = Outcome.FULL  # none of its sixteen slots can be emptied
             elif state != ix.GHOST or not is_first:
                 outcomes[at] = Outcome.EXISTS
             else:
@@ -605,7 +605,7 @@ class EmbeddedStore:
         return wishes
 
     def _write(self, wish: Wish, key: bytes, ranges: Slices) -> None:
-        """To the extent that was granted, whatever the record says by now."""
+        """Write an object to the extent that was granted, and publish its record."""
         arena, index, row, offset = self._tiers.arena, self._index, wish.row, wish.offset
         length = int(ranges.length.sum())
         size = image_bytes(len(key), length)
@@ -656,7 +656,7 @@ class Granted:
             self.outcomes[at] = Outcome.DONE
 
     def give_back(self) -> None:
-        """The extents of objects that were not published."""
+        """Give back the extents of objects that were not published."""
         undone = [w for at, w in self.wishes.items() if self.outcomes[at] is not Outcome.DONE]
         self.tiers.abandon(undone)
         for name, outcome in COUNTED.items():
@@ -665,7 +665,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lent:
-    """Objects of a batch that lie in memory, as they were when they were looked up."""
+    """Objects of a batch that were in memory when they were looked up."""
 
     tiers: Tiers
     clock: Callable[[], float]
@@ -678,7 +678,7 @@ class Lent:
     sums: dict[int, Sums]  # checksums of each object's chunks, by place in the batch
 
     def still(self, which: Ints) -> Bools:
-        """Which of these were there until now, so that what was copied meanwhile is theirs."""
+        """Which of these stayed until now, so that the bytes copied meanwhile are theirs."""
         index, rows = self.tiers.index, self.rows[which]
         same = np.isin(index.state[rows], ix.IN_MEMORY)
         same &= index.generation[rows] == self.generation[which]
@@ -686,13 +686,13 @@ class Lent:
         return np.asarray(same)
 
     def used(self, which: Ints) -> None:
-        """These were read."""
+        """Note that these were read."""
         self.tiers.policy.touch(self.rows[which], self.clock())
         self.tiers.index.count("hits", len(which))
 
 
 def _alike(length: Ints, name_bytes: Ints, which: Ints) -> Iterator[tuple[int, int, Ints]]:
-    """Those of `which` that are alike in both, and in what; usually all are."""
+    """Group `which` by object size and key size; usually there is one group."""
     while len(which):
         size, key_bytes = int(length[which[0]]), int(name_bytes[which[0]])
         same = (length[which] == size) & (name_bytes[which] == key_bytes)

@@ -71,7 +71,7 @@ def _take_size(value: Any) -> int:
         raise ValueError from None
 
 
-# Of all blocks, for saves that take a moment: what is left keeps an engine going if one hangs.
+# Share of all blocks that fast saves may pin. The rest keeps the engine going if a save hangs.
 FAST_SHARE = 0.9
 Size = Annotated[int, Rule("a size such as 80GB, 512MiB or a number of bytes", _take_size)]
 LeastTokens = Annotated[
@@ -125,7 +125,7 @@ class PoolConfig:
             log.warning("preferred_segment is not known here: Mooncake chooses where blocks lie")
         unused = sorted(set(extra) & set(MOONCAKE_ONLY))
         if unused:
-            log.info("kvferry's pool has no need of %s", ", ".join(unused))
+            log.info("kvferry's pool does not use %s", ", ".join(unused))
         given = {k: v for k, v in told(extra).items() if k in known}
         defaults = {"cache_prefix": os.environ.get("KVFERRY_POOL_PREFIX"), **defaults}
         asked = {**defaults, **given}
@@ -194,7 +194,7 @@ class PoolConfig:
                 "that every process of the engine finds (PYTHONPATH)"
             ) from error
         if not callable(make):
-            raise DescriptionError(f"store {self.store!r} is no function that makes a store")
+            raise DescriptionError(f"store {self.store!r} is not a function that makes a store")
         return lambda: cast(Store, make(**self.options))
 
     def _open_embedded(self) -> Store:

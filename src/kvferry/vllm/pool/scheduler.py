@@ -98,7 +98,7 @@ class VllmPoolScheduler:
         self._blocks.free_blocks([self._blocks.blocks[i] for i in reversed(block_ids)])
 
     def reset(self) -> None:
-        """A namespace of its own. vLLM empties its own cache first, unless blocks are in use."""
+        """Use a new namespace. vLLM empties its own cache first, unless blocks are in use."""
         blocks = self._blocks
         kept = blocks is None or blocks.get_num_free_blocks() < blocks.num_gpu_blocks - 1
         if kept:
@@ -129,7 +129,7 @@ class VllmPoolScheduler:
         return count, bool(count)
 
     def elsewhere(self, request: Any, tokens: int) -> None:
-        """The hand-over loads these tokens of a request; the engine that computed them saves."""
+        """The hand-over loads these tokens. The engine that computed them saves them."""
         tracker = self._tracker(request)
         if tracker is not None:
             tracker.load, tracker.declined, tracker.final = None, "", 0
@@ -204,8 +204,8 @@ class VllmPoolScheduler:
         return self.pool.has_work or self._events.waiting
 
     def take_events(self) -> list[Any]:
-        """vLLM asks once for every step, when its results are back. It tells the connector of
-        results only where there are any."""
+        """vLLM calls this once for every step, when its results are back, so this is where steps
+        end. It passes results to the connector only if there are any."""
         self.pool.choice.steps.over()
         return self._events.take()
 
@@ -264,12 +264,12 @@ MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are
 
 
 class PoolEvents:
-    """vLLM's events, for routers, of blocks that every worker has saved, and of those among them
-    that the store has given up. Events wait for the next step. A job's tag is vLLM's request."""
+    """vLLM's events for routers: blocks that every worker has saved, and blocks that the store has
+    evicted since. Events wait for the next step. A job's tag is vLLM's request."""
 
     def __init__(self, pool: PoolScheduler, *, wanted: bool) -> None:
         self.wanted = wanted
-        self.hash_tokens: int | None = None  # that one of vLLM's hashes stands for
+        self.hash_tokens: int | None = None  # tokens of a block that vLLM hashes
         self._pool = pool
         self._events: list[Any] = []
 
@@ -336,7 +336,7 @@ class PoolEvents:
 
 
 def _extra_keys(request: Any, numbers: Sequence[int], block_tokens: int) -> list[Any] | None:
-    """What vLLM's hashes of these blocks depend on besides tokens: salts, adapters, images."""
+    """The keys besides tokens in vLLM's hashes of these blocks: salts, adapters, images."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
     keys = []

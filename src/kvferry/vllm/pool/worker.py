@@ -34,10 +34,10 @@ from kvferry.vllm.worker import gpu_of, memory_of
 
 log = logging.getLogger("kvferry")
 
-# Of a step that computes nothing while the store works: new requests wait so long at most, and the
-# store's threads have the interpreter to themselves.
+# How long a step that computes nothing waits for the store. New requests wait at most this long,
+# and the store's threads have the interpreter to themselves.
 STEP_SECONDS = 0.002
-LATE_SHARE = 8  # of a step's layers: the last eighth is copied after it, the others meanwhile
+LATE_SHARE = 8  # the last eighth of a step's layers is copied after the step, the others during it
 
 
 class PoolWorker:
@@ -49,7 +49,7 @@ class PoolWorker:
         self._saves: list[SaveOrder] = []
         self._report = FerryReport()
         self._invalid: set[int] = set()
-        self._prefix_tokens = 0  # in a block, where a failed load's valid prefix can be told
+        self._prefix_tokens = 0  # in a block, if a failed load may keep a valid prefix; else 0
         self._on_device = False
         self._layers: _Layers | None = None  # on a device that waits by itself
         self._idle = self._was_idle = False
@@ -100,7 +100,7 @@ class PoolWorker:
         self._idle, self._was_idle = idle, self._idle
         if orders.scope is not None:
             self._rank.tell(orders.scope)
-        # vLLM gives blocks away that a step under way still writes, unless the engine consumes
+        # vLLM reuses blocks that a running step still writes, unless the engine is a consumer
         fence = self._fence() if orders.loads else None
         for order in orders.loads:
             self._orders[order.request_id] = order
@@ -110,12 +110,12 @@ class PoolWorker:
         self._saves = orders.saves
 
     def layer_computed(self, name: str, saves: list[SaveOrder]) -> None:
-        """The step computes this layer of the blocks to be saved, or has been told to."""
+        """This layer of the blocks to save is computed, or queued on the device."""
         if self._layers is not None:
             self._layers.computed(name, saves)
 
     def save(self) -> None:
-        """The step has computed its blocks, or has been told to."""
+        """The step's blocks are computed, or queued on the device."""
         if self._rank is None or not self._saves:
             return
         fence = self._fence(blocking=True)
@@ -128,7 +128,7 @@ class PoolWorker:
     def _fence(self, *, blocking: bool = False) -> _DeviceFence | None:
         """The end of all work that the device has been given up to now.
 
-        blocking  who waits for it notices some ten microseconds later, and does not spin meanwhile
+        blocking  a thread that waits sleeps, and wakes some ten microseconds later; else it spins
         """
         return _DeviceFence(blocking) if self._on_device else None
 
@@ -205,15 +205,15 @@ class _Early(NamedTuple):
 
 
 class _Layers:
-    """Which memory a step has filled before its end.
+    """The memory that a step has filled before its end.
 
-    What most layers have filled crosses the bus, after one event, while the device computes the
-    others. Layers that are computed twice in a step (drafts, micro-batches) are not early. Memory
-    that several layers have is final when all of them are.
+    After one event, the bytes of most layers cross the bus while the device computes the others.
+    Layers that a step computes twice (drafts, micro-batches) are not early. Memory that several
+    layers share is final when all of them are.
     """
 
     def __init__(self, kv_caches: Mapping[str, Any]) -> None:
-        self._memory: list[tuple[MemoryRegion, set[str]]] = []  # with the layers that have it
+        self._memory: list[tuple[MemoryRegion, set[str]]] = []  # with the layers that use it
         low = high = 0
         for begin, end, name in sorted(
             (*_span(part), name)
@@ -228,8 +228,8 @@ class _Layers:
             high = max(high, end)
             self._memory.append((MemoryRegion(low, high - low), owners))
         self._most = len(kv_caches)
-        # How many layers a step tells of, by the first: of a step that decodes, a graph of the
-        # target tells of none, and a draft of its own.
+        # How many layers a step reports, by the first of them. In a step that decodes, a graph of
+        # the target reports none, and a draft model its own.
         self._usual: dict[str, int] = {}
         self._saves: list[SaveOrder] | None = None  # of this step
         self._names: list[str] = []  # of this step
@@ -251,8 +251,8 @@ class _Layers:
             self._event.record()
 
     def take_early(self, saves: list[SaveOrder]) -> _Early | None:
-        """What the step of these saves has filled early."""
-        if saves is not self._saves:  # a graph of the whole step tells of no layer
+        """The memory that the step of these saves has filled early."""
+        if saves is not self._saves:  # a graph of the whole step reports no layer
             return None
         names, event, before = self._names, self._event, self._before
         self._saves, self._names, self._event = None, [], None
