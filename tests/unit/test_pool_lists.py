@@ -75,8 +75,8 @@ def test_what_a_store_saves_soon() -> None:
     known."""
     rate = SaveRate()
 
-    def over(put: int, seconds: float, *failed: tuple[int, int]) -> int:
-        rate.add(SaveJob((), None, set(failed), seconds, put))
+    def over(put: int, seconds: float, *declined: tuple[int, int], paused: bool = False) -> int:
+        rate.add(SaveJob((), None, set(declined), seconds, put, paused))
         return rate.blocks_in(0.2)
 
     assert rate.blocks_in(0.2) == over(0, 0.001) == 0
@@ -85,4 +85,5 @@ def test_what_a_store_saves_soon() -> None:
     for _ in range(8):
         slow = over(10, 1.0)  # the store has become slow
     assert slow == 2
-    assert over(10, 1.0, (0, 3)) == 0
+    assert over(10, 1.0, (0, 3)) == 2  # a block that is not worth its place is no failure
+    assert over(10, 1.0, paused=True) == 0

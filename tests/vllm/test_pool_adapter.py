@@ -32,7 +32,8 @@ from kvferry.errors import DescriptionError
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.net.messages import EngineInfo, RankInfo
-from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder
+from kvferry.pool.keys import KeyMetadata
+from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder, Scope
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters
 from kvferry.vllm.check import sections
@@ -85,9 +86,11 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_saves_of_a_step_that_vllm_did_not_end() -> None:
     """Its V1 runner calls no `wait_for_save` on an early pipeline stage while it speculates."""
-    saved: list[int] = []
+    saved: list[object] = []
     worker = PoolWorker.__new__(PoolWorker)
-    worker._rank = SimpleNamespace(save=lambda order, fence: saved.append(order.job_id))  # type: ignore[assignment]
+    worker._rank = SimpleNamespace(  # type: ignore[assignment]
+        save=lambda order, fence: saved.append(order.job_id), tell=saved.append
+    )
     worker._orders, worker._on_device, worker._idle, worker._saves = {}, False, False, []
     worker._layers = None
     worker.start(PoolOrders(saves=[SaveOrder(1, (), 1.0)]))
@@ -96,6 +99,10 @@ def test_saves_of_a_step_that_vllm_did_not_end() -> None:
     worker.save()
     worker.start(PoolOrders())
     assert saved == [1, 2]  # each once
+    worker.start(PoolOrders(saves=[SaveOrder(3, (), 1.0)]))
+    scope = Scope(KeyMetadata("", "", (), epoch="after a reset"), "")
+    worker.start(PoolOrders(scope=scope))
+    assert saved == [1, 2, 3, scope]  # under the name that the weights had when it was computed
 
 
 def test_configuration_of_the_connector_in_vllm_is_understood() -> None:

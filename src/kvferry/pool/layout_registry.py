@@ -373,6 +373,7 @@ class LayoutRegistry:
         self._counters = counters
         self._known: dict[str, PoolLayout] = {ours.id: ours}
         self._refused: set[str] = set()
+        self._crowded = False  # the log says so once
         self._next = 0.0
         self.refreshed_at = -math.inf  # new layouts are noticed soon after this
 
@@ -434,6 +435,9 @@ class LayoutRegistry:
                 return
             self._counters.add("layouts_published")
             return
+        if self._crowded:
+            return
+        self._crowded = True
         log.error(
             "all %d layouts of the pool's namespace are taken: other engines cannot find what this "
             "engine saves; give it its own `cache_prefix`",

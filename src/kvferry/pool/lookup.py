@@ -478,7 +478,9 @@ class EvictionWatch:
             keys = [self._blocks[name] for name in names]
             for name in names:
                 self._blocks.move_to_end(name)
-        there = store.exists([key for of_block in keys for key in of_block], deadline)
+        asked = [key for of_block in keys for key in of_block]
+        there = store.exists(asked, deadline)
+        require_answers(there, asked)
         heads = np.cumsum([0, *map(len, keys)])[:-1]
         whole = np.logical_and.reduceat(there, heads).tolist()
         with self._lock:

@@ -46,6 +46,7 @@ class Saved:
     # without the step that computed the blocks; `put` counts the blocks that the store took
     seconds: float = field(default=0.0, compare=False)
     put: int = field(default=0, compare=False)
+    paused: bool = field(default=False, compare=False)  # the store failed: saves pause for a while
 
 
 @dataclass(frozen=True, slots=True)

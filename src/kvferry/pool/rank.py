@@ -222,6 +222,7 @@ class PoolRank:
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 8.0
 STORED = (Outcome.DONE, Outcome.EXISTS)
+BROKEN = (Outcome.FULL, Outcome.FAILED)  # the next objects would end so too
 
 
 class Saver:
@@ -296,7 +297,8 @@ class Saver:
         self, order: SaveOrder, failed: set[tuple[int, int]], seconds: float = 0.0, put: int = 0
     ) -> None:
         """Report the job, with the blocks that were not saved."""
-        self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds, put))
+        paused = time.monotonic() < self._paused_until
+        self._done.append(Saved(order.job_id, tuple(sorted(failed)), seconds, put, paused))
         self._ended.set()
 
     def _pause(self) -> None:
@@ -318,7 +320,7 @@ class Saver:
         for blocks in order.tables:
             if blocks.table in scope.memory:
                 failed |= self._save_table(blocks, scope, deadline, fence)
-        if not failed:
+        if time.monotonic() >= self._paused_until:
             self._pause_seconds = FIRST_PAUSE_SECONDS
         return failed
 
@@ -353,14 +355,14 @@ class Saver:
                     else:
                         outcomes = self._store.put(names, objects, deadline)
                     require_answers(outcomes, names)
-                    put.failed = sum(o not in STORED for o in outcomes)
+                    put.failed = sum(o in BROKEN for o in outcomes)
             counts = Counter(outcomes)
             for outcome, count in counts.items():
                 self._counters.add(f"save_{outcome.value}", count)
             self._counters.add("saved_bytes", counts[Outcome.DONE] * object_bytes)
             self._put += counts[Outcome.DONE]
             lost = [at for at, o in zip(some.tolist(), outcomes, strict=True) if o not in STORED]
-            broken = counts[Outcome.FULL] + counts[Outcome.FAILED] > 0
+            broken = any(counts[outcome] for outcome in BROKEN)
             if broken:
                 self._pause()  # the rest would fail too
                 lost += new[start + self._most :].tolist()

@@ -279,6 +279,8 @@ class PoolScheduler:
         if tracker is None or tracker.old or self._lookups is None or not self.limits.save:
             return
         tracker.final = final
+        if not states and final < self._aligned(tracker.saved_tokens) + self.align_tokens:
+            return  # most steps of a request that decodes fill no block
         self._save_up_to(tracker, tokens, tables, self.limits.most_pinned_blocks, states, tag)
 
     def _save_up_to(
@@ -374,6 +376,7 @@ class PoolScheduler:
                 log.error("a rank reported save job %d, which is not open", report.job_id)
                 continue
             job.failed.update(report.failed)
+            job.paused |= report.paused
             job.seconds = max(job.seconds, report.seconds)  # the slowest rank keeps the blocks
             job.put = max(job.put, report.put)
             if self._saving.release(report.job_id):
@@ -557,6 +560,7 @@ class SaveJob:
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
     seconds: float = 0.0  # of the slowest rank
     put: int = 0  # blocks that a rank put into the store
+    paused: bool = False  # the store failed on some rank
     at: float = field(default_factory=time.monotonic)
 
 
@@ -573,8 +577,8 @@ class SaveRate:
         self._seen: deque[float] = deque(maxlen=8)
 
     def add(self, job: SaveJob) -> None:
-        """Learn from a job that is over. A failed one erases what was learned."""
-        if job.failed:
+        """Learn from a job that is over. If the store failed, this erases what was learned."""
+        if job.paused:
             self._seen.clear()
         elif job.put and job.seconds > 0:
             self._seen.append(job.put / job.seconds)

@@ -154,6 +154,7 @@ class VllmPoolScheduler:
     def step(self, output: Any) -> PoolOrders:
         """One step's orders: saves of the blocks that it fills."""
         state = output.kv_connector_block_state
+        offered = getattr(state, "boundary_state_offloads", None)  # states, by request
         cached = output.scheduled_cached_reqs
         progress = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
         progress += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -170,7 +171,7 @@ class VllmPoolScheduler:
                 request.all_token_ids,
                 final,
                 lambda r=request_id: state.get_block_ids(r),  # type: ignore[misc]
-                states=_states(state, request_id, final),
+                states=_states(offered.get(request_id, ()), final) if offered else (),
                 tag=request if self._events.wanted else None,
             )
         self.pool.choice.steps.sent(
@@ -247,17 +248,12 @@ def _extras(request: Any, adapter: str | None) -> list[Extra]:
     return extras
 
 
-def _states(block_state: Any, request_id: str, final: int) -> list[WholeState]:
+def _states(offered: Iterable[tuple[int, int, int]], final: int) -> list[WholeState]:
     """States that vLLM hands out with this step, each with the block that holds it.
 
     A state after a draft may be of tokens that are rejected: only those of final tokens count.
     """
-    offered = getattr(block_state, "boundary_state_offloads", None) or {}
-    return [
-        WholeState(group, block, tokens)
-        for group, block, tokens in offered.get(request_id, ())
-        if tokens <= final
-    ]
+    return [WholeState(group, block, tokens) for group, block, tokens in offered if tokens <= final]
 
 
 MEDIUM = "STORAGE"  # vLLM's word for where a pool's blocks are

@@ -98,6 +98,9 @@ class PoolWorker:
         if self._rank is None:
             return
         self._idle, self._was_idle = idle, self._idle
+        # vLLM's V1 runner does not end the steps of an early pipeline stage while it speculates.
+        # These saves belong to the scope that the rank has now.
+        self.save()
         if orders.scope is not None:
             self._rank.tell(orders.scope)
         # vLLM reuses blocks that a running step still writes, unless the engine is a consumer
@@ -105,8 +108,6 @@ class PoolWorker:
         for order in orders.loads:
             self._orders[order.request_id] = order
             self._rank.load(order, fence)
-        # vLLM's V1 runner does not end the steps of an early pipeline stage while it speculates
-        self.save()
         self._saves = orders.saves
 
     def layer_computed(self, name: str, saves: list[SaveOrder]) -> None:
@@ -141,13 +142,13 @@ class PoolWorker:
             self._rank.wait_done(STEP_SECONDS)
         ended = self._rank.take()
         for loaded in ended.loaded:
-            order = self._orders.pop(loaded.request_id)
+            order = self._orders.pop(loaded.request_id, None)
             results.finished_recving.add(loaded.request_id)
             if loaded.ok:
                 size, ms = loaded.bytes / (1 << 20), loaded.seconds * 1e3
                 message = "request %s: loaded %.1f MiB from the pool in %.1f ms"
                 log.info(message, loaded.request_id, size, ms)
-            elif self._prefix_tokens and not loaded.hung and loaded.bad_from is not None:
+            elif order and self._prefix_tokens and not loaded.hung and loaded.bad_from is not None:
                 # nothing from the first bad block on is trusted, also where it arrived
                 first = loaded.bad_from // self._prefix_tokens
                 self._invalid |= set(order.tables[0][first:])
