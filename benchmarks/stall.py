@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -89,9 +90,13 @@ def run(blocks: int = 8192) -> StallResult:
     model = CacheModel("stall", (Group("attention", tuple(range(LAYERS)), components),))
     rng = np.random.default_rng(0)
     ids = [1 + rng.permutation(2 * blocks - 1)[:blocks] for _ in range(2)]
-    runs = sorted(_ours(model, src, dst, ids, blocks) for _ in range(ROUNDS))
-    kvferry_ms, seconds, descriptors = runs[ROUNDS // 2]
-    vllm_ms = _theirs(ids, blocks) if vllm_installed() else None
+    ours, theirs = [], []
+    for _ in range(ROUNDS):  # in turns: the machine's speed changes
+        ours.append(_ours(model, src, dst, ids, blocks))
+        if vllm_installed():
+            theirs.append(_theirs(ids, blocks))
+    kvferry_ms, seconds, descriptors = sorted(ours)[ROUNDS // 2]
+    vllm_ms = median(theirs) if theirs else None
     ratio = vllm_ms / kvferry_ms if vllm_ms is not None else None
     return StallResult(blocks, descriptors, kvferry_ms, seconds, vllm_ms, ratio)
 
