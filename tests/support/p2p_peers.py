@@ -859,6 +859,19 @@ def _sockets() -> int:
     return found
 
 
+def start_and_hold(p: Child, d: Child | Consumer, prompt: Prompt) -> str:
+    """Start a load, and open its hold once the claims wait for it: the lease begins only then.
+
+    On a busy machine, a load may take longer than a short lease to get that far.
+    """
+    load: str = d.ask("start", p.ticket(prompt), prompt) if isinstance(d, Child) else ""
+    if isinstance(d, Consumer):
+        load = d.start(p.ticket(prompt), prompt)
+    wait_until(lambda: p.ask("parked") == len(p.infos))
+    p.hold(prompt)
+    return load
+
+
 @contextlib.contextmanager
 def side_by_side(*sources: Spec, target: Spec) -> Iterator[tuple[Any, ...]]:
     """Producers and a consumer that all share this process, in this order."""

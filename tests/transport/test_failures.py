@@ -30,7 +30,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +47,7 @@ from p2p_peers import (
     make_ticket,
     producer,
     said,
+    start_and_hold,
 )
 from vllm_engines import free_port
 from waiting import wait_until
@@ -262,18 +262,6 @@ def test_a_late_write_does_not_land_in_reused_blocks(revoked: bool) -> None:
 
 def ended_pushes(counters: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in counters.items() if name.startswith("pushes")}
-
-
-def start_and_hold(p: Child, d: Child | Consumer, prompt: Prompt) -> str:
-    """Start a load, and open its hold once the claims wait for it: the lease begins only then.
-
-    On a busy machine, a load may take longer than a short lease to get that far.
-    """
-    start = partial(d.ask, "start") if isinstance(d, Child) else d.start
-    load: str = start(p.ticket(prompt), prompt)
-    wait_until(lambda: p.ask("parked") == len(p.infos))
-    p.hold(prompt)
-    return load
 
 
 def test_a_consumer_is_stopped_past_the_lease_and_goes_on(way: Way) -> None:
