@@ -76,7 +76,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
         assert time.monotonic() - begun < 2
-        good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.2)
+        good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.5)
         assert (good, corrupt, unread) == (1, 0, 2) and "lock" in why  # they are still there
         assert one.store.exists(["a", "layout"], 0.0).all()
     one.store.access(["b"], soon())
@@ -112,7 +112,7 @@ def test_updates_are_written_when_the_lock_is_free(
 
     with monkeypatch.context() as patch:
         patch.setattr(Tiers, "_reap", too_late)
-        assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.1)) == {Outcome.FAILED}
+        assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.5)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
     one.store.access(["c"], soon())
@@ -235,7 +235,7 @@ def test_closed_while_a_walk_hangs(
     monkeypatch.setattr(DiskTier, "names", hang)
     one = Small(tmp_path, disk=64 << 20)  # a process that opens it looks for files of the dead
     tiers, me = one.tiers, one.tiers.members.me
-    assert inside.wait(5)
+    assert inside.wait(20)
     begun = time.monotonic()
     one.store.close()
     assert time.monotonic() - begun < 3

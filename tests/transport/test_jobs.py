@@ -168,11 +168,11 @@ def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
 def test_a_library_that_gave_up_is_not_waited_for_again(memmove: MemmoveCarrier) -> None:
     """Its own timeout is a `DeadlineExceeded` too; that does not mean that the transfer goes on."""
     job = late(memmove, threading.Event(), DeadlineExceeded("the peer makes no progress"))
-    watch = Deadline(time.monotonic() + 5)
+    watch = Deadline(time.monotonic() + 60)
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no progress"):
         await_transfer(job, watch)
-    assert time.monotonic() - begin < 4  # not until its deadline
+    assert time.monotonic() - begin < 30  # not until its deadline
 
 
 @pytest.mark.parametrize("reading", [True, False])
@@ -205,14 +205,14 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
         release = threading.Event()
 
         def _attach(self, endpoint: LibraryEndpoint) -> Any:
-            self.release.wait(20)
+            self.release.wait(60)
 
     owner, user = MemmoveCarrier(), Hanging()
     try:
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             user.connect(owner.endpoint(), soon(0.5))
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
     finally:
         Hanging.release.set()
         user.close()

@@ -681,7 +681,7 @@ def test_a_lookup_for_rank_0_alone(pair: Pair, monkeypatch: Any) -> None:
         one_rank_is_missing(pair)
 
 
-def transfer_raises(pair: Pair) -> None:
+def transfer_raises(pair: Pair, seconds: float = PATIENCE_SECONDS) -> None:
     """A save whose thread raises is reported all the same, and its blocks unpinned."""
     tokens = sequence(pair.case)
     writer = pair.engine("src")
@@ -689,7 +689,7 @@ def transfer_raises(pair: Pair) -> None:
     pair.faults["put"] = raising(RuntimeError("in the transfer thread"))
     writer.scheduler.track("w", tuple)
     writer.scheduler.computed("w", tokens, len(tokens), lambda: writer.tables)
-    writer.until(lambda: writer.pinned == 0, seconds=2.0)
+    writer.until(lambda: writer.pinned == 0, seconds=seconds)
     assert not writer.scheduler.has_work
 
 
@@ -704,7 +704,7 @@ def test_a_transfer_thread_that_raises_without_its_guard(pair: Pair, monkeypatch
     monkeypatch.setattr(rank_module.Saver, "_run", unguarded)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(AssertionError):
-        transfer_raises(pair)
+        transfer_raises(pair, 1.0)
 
 
 def test_a_lookup_that_never_answers(case: CaseDict, tmp_path: Path, monkeypatch: Any) -> None:
