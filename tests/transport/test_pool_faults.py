@@ -653,7 +653,7 @@ def test_a_lookup_that_raises_without_its_guard(pair: Pair, monkeypatch: Any) ->
     monkeypatch.setattr(Lookups, "_answer", Lookups._look_up)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(AssertionError):
-        lookup_raises(pair, 3.0)
+        lookup_raises(pair, 1.0)
 
 
 def one_rank_is_missing(pair: Pair) -> None:
@@ -738,11 +738,11 @@ def test_steps_that_are_slower_than_answers_age(pair: Pair, monkeypatch: Any) ->
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
     monkeypatch.setattr(lookup_module, "CACHE_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
-    found = []
-    for _ in range(12):
+    found: list[int | None] = []
+    while found.count(pair.case["tokens"]) < 3:
+        assert len(found) < 100, found
         found.append(reader.scheduler.matched("r", tracker, tokens, 0))
-        time.sleep(0.15)
-    assert found.count(pair.case["tokens"]) >= 3, found
+        time.sleep(0.1)  # an engine's step
 
 
 def test_a_lookup_thread_that_died(pair: Pair, monkeypatch: Any) -> None:
@@ -902,7 +902,7 @@ def test_no_thread_for_lookups(pair: Pair, monkeypatch: Any) -> None:
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
     with no_threads(monkeypatch, "kvferry-lookup"):
-        reader = pair.engine("dst")
+        reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=1))
         assert reader.matched("r", tokens) == 0
     more = itertools.count()
     reader.until(lambda: reader.matched(f"r{next(more)}", tokens) == pair.case["tokens"])

@@ -165,7 +165,7 @@ threads = Threads("kvferry-load", 2, most_stuck=4)
 stuck = [threads.call(threading.Event().wait) for _ in range(2)]
 while not all(f.running() for f in stuck): time.sleep(0.01)
 assert all(map(threads.give_up, stuck))
-assert threads.call(lambda: 7).result(5) == 7
+assert threads.call(lambda: 7).result(60) == 7
 """
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 

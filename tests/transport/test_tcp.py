@@ -215,7 +215,7 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     for cancels in (False, True):
         dripped.clear()
         transfer = user.carrier.write(peer, copies(user.address, owner.address, 100))
-        assert dripped.wait(5)
+        assert dripped.wait(30)
         if not cancels:
             with pytest.raises(DeadlineExceeded):
                 transfer.wait(soon())

@@ -602,7 +602,7 @@ def test_what_is_on_disk_is_read_by_several_threads(
     def read(self: EmbeddedStore, key: str | None, *rest: Any) -> Outcome:
         mine = threading.current_thread().name
         if how in ("all read", "one raises") and mine not in readers:
-            begun.wait(5)
+            begun.wait(30)
         readers.add(mine)
         under_way.append(key)
         try:

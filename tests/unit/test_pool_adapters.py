@@ -171,5 +171,5 @@ def test_who_asks_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert asked[1].digest == digest(request(3, tmp_path / "a"), adapters)  # it was only late
     (thread,) = [t for t in threading.enumerate() if t not in before]
     adapters.close()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()

@@ -93,7 +93,7 @@ def test_a_save_ends_after_the_batch_at_hand() -> None:
     store: Any = Slow()
     saver = Saver(store, PoolCounters())
     saver.start(ORDER, scope())
-    assert store.begun.wait(5)
+    assert store.begun.wait(30)
     saver.close(0.0)
     store.go_on.set()
     failed = tuple((0, n) for n in range(BATCH_OBJECTS, BLOCKS))
@@ -131,7 +131,7 @@ def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     loader = Loader(store, PoolCounters())
     monkeypatch.setattr(loader, "_load", reading(store))
     loader.start(LoadOrder("r", (), {}, (), -10.0), None)  # type: ignore[arg-type]
-    assert store.begun.wait(5) and loader.take_done()[0].hung
+    assert store.begun.wait(30) and loader.take_done()[0].hung
     began = time.monotonic()
     loader.close(10.0)
     assert time.monotonic() - began < 5
@@ -163,7 +163,7 @@ def test_an_end_that_was_taken_does_not_end_the_next_wait(monkeypatch: Any) -> N
     assert [loaded.request_id for loaded in made.take().loaded] == ["a"]
     monkeypatch.setattr(loader, "_load", reading(store))
     loader.start(LoadOrder("b", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    assert store.begun.wait(5)
+    assert store.begun.wait(30)
     began = time.monotonic()
     made.wait_done(0.05)
     assert time.monotonic() - began >= 0.05

@@ -328,7 +328,7 @@ def test_a_cancelled_request_closes_its_connection(sent: bytes) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert not pool.connections
-            await asyncio.wait_for(gone.wait(), 5)
+            await asyncio.wait_for(gone.wait(), 30)
 
     asyncio.run(run())
 
