@@ -442,9 +442,12 @@ class Producer(Gates):
 
     def wrap_carriers(self, wrap: Callable[[Any], Any]) -> list[Any]:
         """Put something between each rank and the carriers that it writes with."""
+        wrapped: list[Any] = []
         for pusher in self.pushers:
-            pusher._carriers = {name: wrap(c) for name, c in pusher._carriers.items()}
-        return [c for pusher in self.pushers for c in pusher._carriers.values()]
+            carriers = pusher._carriers
+            carriers.update({name: wrap(carrier) for name, carrier in carriers.items()})
+            wrapped += carriers.values()
+        return wrapped
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_engine(self.engine, self.infos if infos is None else infos)

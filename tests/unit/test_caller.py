@@ -191,6 +191,7 @@ def test_an_authenticator_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> 
             sockets.server(None)
         server, _ = sockets.server(None)
         server.close(linger=0)
-        assert sockets._authenticator is not None and sockets._authenticator.is_alive()
+        authenticator = sockets._authenticator
+        assert authenticator is not None and authenticator.is_alive()
     finally:
         sockets.close()

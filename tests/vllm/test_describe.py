@@ -143,7 +143,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     with pytest.raises(ComputeHere, match=too_short) as refused:
         require_fit(uncut, request(129), facts)
     assert refused.value.reason == "bad ticket"
-    assert not offering._accepted
+    assert not offering.accepted
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")

@@ -67,6 +67,11 @@ class Consuming:
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
 
+    @property
+    def wanted(self) -> dict[str, _Wanted]:
+        """What is to be loaded, by request; of requests that came with a ticket."""
+        return self._wanted
+
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
         """This engine. With windows, not every prompt of every shape can be loaded."""
         self._described = True

@@ -68,6 +68,11 @@ class Producing:
     _accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
 
+    @property
+    def accepted(self) -> dict[str, _Accepted]:
+        """Prompts to hand over that are not finished, by request."""
+        return self._accepted
+
     def accept(self, request: Any) -> None:
         """A prompt to hand over. The digest covers the whole prompt; prefill may stop earlier."""
         request_id = request.request_id
