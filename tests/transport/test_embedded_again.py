@@ -21,6 +21,7 @@ from test_embedded_troubles import (
     SUPPORT,
     Small,
     bytes_on_disk,
+    locked_before_it_reaps,
     soon,
 )
 
@@ -103,15 +104,8 @@ def test_updates_are_written_when_the_lock_is_free(
     monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.05)
     one, other = Small(tmp_path), Small(tmp_path)
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held, reap = other.tiers.lock.held(soon()), Tiers._reap
-
-    def too_late(self: Tiers, *by: float, now: bool = False) -> bool:
-        if self is one.tiers and not now:
-            held.__enter__()
-        return reap(self, *by, now=now)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tiers, "_reap", too_late)
+    held = other.tiers.lock.held(soon())
+    with locked_before_it_reaps(monkeypatch, one, held):
         assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.5)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
@@ -542,10 +536,9 @@ def test_memory_that_is_short_is_not_taken(tmp_path: Path, monkeypatch: pytest.M
     made = EmbeddedStore(tmp_path / "store", 64 << 20)
     asked: list[int] = []
     monkeypatch.setattr(Arena, "_advise", lambda self, first, last, advice: asked.append(last))
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=16, f_frsize=4096))
-    made.back_memory(0, 32 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=16, f_frsize=4096))
+        made.back_memory(0, 32 << 20)
     assert asked == []
-    monkeypatch.undo()
-    monkeypatch.setattr(Arena, "_advise", lambda self, first, last, advice: asked.append(last))
     assert made.back_memory(0, 48 << 20) == 48 << 20 and max(asked) == 48 << 20
     made.close()

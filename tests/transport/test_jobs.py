@@ -253,9 +253,10 @@ def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.Mon
     try:
         with pytest.raises(DeadlineExceeded):
             user.connect(owner.endpoint(), soon(0.3))
-        assert lock.at_its_end.is_set() and len(user._peers) == 1
+        peers = user._peers
+        assert lock.at_its_end.is_set() and len(peers) == 1
         lock.may.set()
-        wait_until(lambda: user._peers == [])
+        wait_until(lambda: not peers)
     finally:
         lock.may.set()
         user.close()
@@ -279,15 +280,17 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
             removed.set()
 
     carrier = NixlCarrier.__new__(NixlCarrier)
-    carrier._agent, carrier._agents, carrier._agents_lock = Agent(), {}, threading.Lock()
+    agents: dict[str, int] = {}
+    carrier._agent, carrier._agents, carrier._agents_lock = Agent(), agents, threading.Lock()
     endpoint: Any = SimpleNamespace(address=b"", device=-1)
-    handle = carrier._attach(endpoint)
-    again = threading.Thread(target=carrier._attach, args=(endpoint,))
+    attach = carrier._attach
+    handle = attach(endpoint)
+    again = threading.Thread(target=attach, args=(endpoint,))
     again.start()
     assert adding.wait(30)
     carrier._detach(handle)
     again.join(30)
-    assert carrier._agents == {"P": 1} and known
+    assert agents == {"P": 1} and known
 
 
 @pytest.mark.parametrize("alive", [True, False])
