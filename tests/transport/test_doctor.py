@@ -109,7 +109,7 @@ def test_children_answer_once_and_in_time(monkeypatch: pytest.MonkeyPatch) -> No
         pass
     with (
         pytest.raises(KvferryError, match="no answer in time"),
-        child(hang, {"hang": True}, 3),
+        child(hang, {"hang": True}, 1),
     ):
         pass
 

@@ -186,21 +186,21 @@ def test_a_producer_is_killed_and_comes_back_at_its_address(
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_consumer_is_killed(way: Way, when: str) -> None:
-    lease = 5 * LEASE_SECONDS  # a whole load takes longer than one
-    source = replace(way.p, lease_seconds=lease, gate_after=0, idle_seconds=0.5)
+    source = replace(way.p, lease_seconds=2 * LEASE_SECONDS, gate_after=0, idle_seconds=0.5)
     prompts = [Prompt(1, 100, 1, 1), Prompt(2, 100, 20, 20)]
     with producer(source) as p:
         before = census(p)
         d = Child.start("consumer", replace(way.d, gate_after=0), source)
         try:
-            ticket = p.hold(prompts[0])
-            if when == "during":
-                d.ask("start", ticket, prompts[0])
+            if when == "before":
+                p.hold(prompts[0])
+            elif when == "during":
+                start_and_hold(p, d, prompts[0])
                 way.mover(p, d).wait_at_gate()
-            elif when == "after":
+            else:
                 d.open_gate()
                 p.open_gate()
-                assert not any(one.error for one in d.ask("load", ticket, prompts[0]))
+                require_ok(d.ask("wait", start_and_hold(p, d, prompts[0]))[0])
         finally:
             d.kill()
             d.pipe.close()
@@ -208,7 +208,7 @@ def test_a_consumer_is_killed(way: Way, when: str) -> None:
         for reports in p.closed(1):
             assert [one.why for one in reports] == ["delivered" if when == "after" else "expired"]
         with consumer(replace(way.d, engine_id="e"), source, alone=False) as e:
-            require_ok(e.load(p.hold(prompts[1]), prompts[1]))
+            require_ok(e.wait(start_and_hold(p, e, prompts[1]))[0])
             assert e.wrong_bytes(prompts[1]) == 0
             p.closed(1)
         require_no_more(p, before)
