@@ -53,6 +53,7 @@ from vllm_engines import free_port
 from waiting import wait_until
 
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
+SILENT_SECONDS = 0.3  # the same, where no peer has to do anything before it
 SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
 LEASE_SECONDS = 1.0
 MOST_GROWTH_BYTES = 16 << 20
@@ -305,8 +306,8 @@ def test_a_producer_is_stopped_past_the_deadline_and_goes_on(way: Way) -> None:
         for prompt in prompts:
             ticket = p.hold(prompt)
             p.signal(signal.SIGSTOP)
-            with within(SHORT_SECONDS):
-                error = error_of(d.load(ticket, prompt, seconds=SHORT_SECONDS))
+            with within(SILENT_SECONDS):
+                error = error_of(d.load(ticket, prompt, seconds=SILENT_SECONDS))
             assert "DeadlineExceeded" in error
             p.signal(signal.SIGCONT)
             for reports in p.closed(1):  # told that it failed, or by the end of the lease
