@@ -4,6 +4,7 @@ With `--retry-at-most N` a run is the second try of tests that failed (see the M
 with their names. When more than N tests would be retried, it fails without running them.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # fuzzers
+
+with contextlib.suppress(ImportError):  # not every environment has it
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine may stop a test for longer than Hypothesis allows an example by itself.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 RETRIED = pytest.StashKey[str]()
 

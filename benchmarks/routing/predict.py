@@ -92,9 +92,9 @@ class Calibration:
     """What one request costs on idle engines. Measured as often as wanted; medians count."""
 
     def __init__(self) -> None:
-        self._computed: dict[int, list[float]] = {size: [] for size in SIZES}
-        self._handed: dict[int, list[float]] = {size: [] for size in SIZES}
-        self._steps: dict[int, list[float]] = {1: [], STREAMS: []}
+        self.computed: dict[int, list[float]] = {size: [] for size in SIZES}
+        self.handed: dict[int, list[float]] = {size: [] for size in SIZES}
+        self.steps: dict[int, list[float]] = {1: [], STREAMS: []}
         self._dice = random.Random(3)
 
     async def measure(self, prefill: str, decode: str) -> None:
@@ -104,20 +104,20 @@ class Calibration:
                     computed = (await client.ask(self._text(size))).first_seconds
                     handed = await _handed_over(prefill, client, self._text(size))
                     if again:  # the first of a size pays for what happens only once
-                        self._computed[size].append(computed)
-                        self._handed[size].append(handed)
-            for count, steps in self._steps.items():
+                        self.computed[size].append(computed)
+                        self.handed[size].append(handed)
+            for count, steps in self.steps.items():
                 prompts = [self._text(SIZES[0]) for _ in range(count)]
                 steps += [await _step_seconds(client, prompts) for _ in range(EACH)]
 
     def rates(self, bytes_per_token: int) -> EngineRates:
-        one, many = (statistics.median(steps) for steps in self._steps.values())
+        one, many = (statistics.median(steps) for steps in self.steps.values())
         growth = max(0.0, (many - one) / (STREAMS - 1))
-        fixed, each, square = _curve(self._computed, 2)
+        fixed, each, square = _curve(self.computed, 2)
         each = max(each, LEAST_TOKEN_SECONDS)
         attention = each / (2 * square) if square > 0 else MOST_ATTENTION_TOKENS
         # The first token of a hand-over is the load, and a step.
-        loads = {size: [s - one for s in seconds] for size, seconds in self._handed.items()}
+        loads = {size: [s - one for s in seconds] for size, seconds in self.handed.items()}
         load_fixed, load_each = _curve(loads, 1)
         return EngineRates(
             bytes_per_token=bytes_per_token,

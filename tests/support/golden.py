@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Golden:
     """One captured engine."""
 
     data: dict[str, Any]
+    _layouts: dict[Rank, RankLayout] = field(default_factory=dict, compare=False)
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class Golden:
     def rank(self, rank: Rank) -> dict[str, Any]:
         return self.data["ranks"][self.ranks.index(rank)]
 
-    @property
+    @cached_property
     def model(self) -> CacheModel:
         cache_dtype = self.engine["cache_dtype"]
         return model_from_config(
@@ -57,7 +58,7 @@ class Golden:
             ssm_dtype=self.engine.get("mamba_ssm_cache_dtype") or "auto",
         )
 
-    @property
+    @cached_property
     def shape(self) -> EngineShape:
         model = self.model
         first = self.data["ranks"][0]
@@ -88,6 +89,11 @@ class Golden:
         return names[0]
 
     def layout(self, rank: Rank) -> RankLayout:
+        if rank not in self._layouts:
+            self._layouts[rank] = self._describe(rank)
+        return self._layouts[rank]
+
+    def _describe(self, rank: Rank) -> RankLayout:
         captured = self.rank(rank)
         tensors, tables, padded = {}, {}, {}
         for group in captured["groups"]:

@@ -223,7 +223,7 @@ class Modelless:
         return next(c for c in self.children if isinstance(c, FerryConnector) and c.STYLE).handover
 
     @property
-    def _workers(self) -> list[Any]:
+    def workers(self) -> list[Any]:
         sides = [c for side in self.worker_sides for c in getattr(side, "sub_connectors", [side])]
         return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
 
@@ -233,12 +233,12 @@ class Modelless:
 
     @property
     def parked_claims(self) -> int:
-        return sum(worker._producer.parked_claims for worker in self._workers)
+        return sum(worker._producer.parked_claims for worker in self.workers)
 
     @property
     def pushes(self) -> int:
         """What this engine wrote into others."""
-        return sum(worker._producer.counters["pushes done"] for worker in self._workers)
+        return sum(worker._producer.counters["pushes done"] for worker in self.workers)
 
     # Requests
 

@@ -442,9 +442,12 @@ class Producer(Gates):
 
     def wrap_carriers(self, wrap: Callable[[Any], Any]) -> list[Any]:
         """Put something between each rank and the carriers that it writes with."""
+        wrapped: list[Any] = []
         for pusher in self.pushers:
-            pusher._carriers = {name: wrap(c) for name, c in pusher._carriers.items()}
-        return [c for pusher in self.pushers for c in pusher._carriers.values()]
+            carriers = pusher._carriers
+            carriers.update({name: wrap(carrier) for name, carrier in carriers.items()})
+            wrapped += carriers.values()
+        return wrapped
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_engine(self.engine, self.infos if infos is None else infos)
@@ -857,6 +860,19 @@ def _sockets() -> int:
         with contextlib.suppress(OSError):
             found += str(entry.readlink()).startswith("socket:")
     return found
+
+
+def start_and_hold(p: Child, d: Child | Consumer, prompt: Prompt) -> str:
+    """Start a load, and open its hold once the claims wait for it: the lease begins only then.
+
+    On a busy machine, a load may take longer than a short lease to get that far.
+    """
+    load: str = d.ask("start", p.ticket(prompt), prompt) if isinstance(d, Child) else ""
+    if isinstance(d, Consumer):
+        load = d.start(p.ticket(prompt), prompt)
+    wait_until(lambda: p.ask("parked") == len(p.infos))
+    p.hold(prompt)
+    return load
 
 
 @contextlib.contextmanager

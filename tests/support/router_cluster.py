@@ -22,14 +22,14 @@ from kvferry.router.placing import Placer
 from waiting import wait_until
 
 QUICK = Limits(
-    connect_seconds=1.0,
-    prefill_seconds=2.0,
-    first_byte_seconds=2.0,
-    answer_seconds=2.0,
-    chunk_seconds=2.0,
+    connect_seconds=5.0,
+    prefill_seconds=10.0,
+    first_byte_seconds=10.0,
+    answer_seconds=10.0,
+    chunk_seconds=10.0,
     client_seconds=5.0,
     probe_every_seconds=0.05,
-    probe_seconds=1.0,
+    probe_seconds=5.0,
     wait_seconds=0.2,
 )
 PARAMS = (

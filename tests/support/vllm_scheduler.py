@@ -297,7 +297,7 @@ class SchedulerEngine:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
-        self._execute(output)
+        self.execute(output)
         metadata = output.kv_connector_metadata
         several = isinstance(metadata, MultiKVConnectorMetadata)
         if several:
@@ -347,7 +347,7 @@ class SchedulerEngine:
             ),
         )
 
-    def _execute(self, output: Any) -> None:
+    def execute(self, output: Any) -> None:
         """Check what counts as computed, then compute."""
         new = output.scheduled_new_reqs
         for request in new:

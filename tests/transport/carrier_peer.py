@@ -41,7 +41,7 @@ def soon(seconds: float = 60.0) -> float:
 
 def threads_left(prefix: str) -> list[str]:
     """Threads of that name that do not end soon."""
-    until = soon(5)
+    until = soon(30)
     while left := [t.name for t in threading.enumerate() if t.name.startswith(prefix)]:
         if time.monotonic() > until:
             return left

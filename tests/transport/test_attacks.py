@@ -322,7 +322,7 @@ def test_the_users_key_is_made_once_and_for_the_user_alone(
     start = threading.Barrier(8)
 
     def make() -> None:
-        start.wait(10)
+        start.wait(30)
         found.append(Key.of(None).derive("x"))
 
     threads = [threading.Thread(target=make) for _ in range(8)]

@@ -108,7 +108,7 @@ def test_children_answer_once_and_in_time() -> None:
         pass
     with (
         pytest.raises(KvferryError, match="no answer in time"),
-        child(hang, {"hang": True}, 3),
+        child(hang, {"hang": True}, 1),
     ):
         pass
 

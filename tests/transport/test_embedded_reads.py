@@ -287,8 +287,8 @@ one = np.array([1000])
 begun, go_on, told = threading.Barrier(3), threading.Event(), []
 def slowly(real):
     def copy(*args):
-        begun.wait(10)
-        assert go_on.wait(10)
+        begun.wait(30)
+        assert go_on.wait(30)
         real(*args)
     return copy
 peer.memory[:] = 7
@@ -303,7 +303,7 @@ def get():
     told.extend(peer.store.get(["old"], [to], time.monotonic() + 20))
 threads = [threading.Thread(target=f) for f in (put, get)]
 for t in threads: t.start()
-begun.wait(10)
+begun.wait(30)
 me, tiers = peer.tiers.members.me, peer.tiers
 if {late}:
     peer.store.close()

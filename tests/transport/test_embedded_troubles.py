@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,11 @@ def test_a_demotion_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     one.store.close()
 
 
-def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process gets the lock, and keeps it, between a batch's first extents and the rest."""
-    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.1)
-    one, other = Small(tmp_path), Small(tmp_path)
-    one.put(*(f"a{i}" for i in range(7)), size=120_000)
-    held = other.tiers.lock.held(soon())
+@contextlib.contextmanager
+def locked_before_it_reaps(
+    monkeypatch: pytest.MonkeyPatch, one: Small, held: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """The lock is taken from a store between a batch's first extents and the rest."""
     reap = Tiers._reap
 
     def too_late(self: Tiers, *by: float, now: bool = False) -> bool:
@@ -151,6 +152,16 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Tiers, "_reap", too_late)
+        yield
+
+
+def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process gets the lock, and keeps it, between a batch's first extents and the rest."""
+    monkeypatch.setattr(eviction, "UPDATE_SECONDS", 0.1)
+    one, other = Small(tmp_path), Small(tmp_path)
+    one.put(*(f"a{i}" for i in range(7)), size=120_000)
+    held = other.tiers.lock.held(soon())
+    with locked_before_it_reaps(monkeypatch, one, held):
         begun = time.monotonic()
         keys = ["b0", "b1", "b2", "b3"]
         assert one.put(*keys, size=60_000, seconds=0.3) == [Outcome.FAILED] * 4
@@ -238,6 +249,8 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
 DYING = """
 import os, sys
 sys.path[:0] = [{support!r}, {tests!r}]
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from test_embedded_troubles import Small
 from kvferry.pool.embedded.disk import DiskTier
@@ -336,6 +349,8 @@ def test_a_killed_process_holds_no_disk(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(SUPPORT)!r})
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pool_peers import Peer
 peer = Peer(Path({str(tmp_path)!r}))
@@ -447,6 +462,8 @@ def test_who_took_in_files_is_gone(
         code = f"""
 import os, sys
 sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from test_embedded_troubles import Small
 from kvferry.pool.embedded import disk

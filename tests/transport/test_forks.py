@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from carrier_peer import copies, soon
+from carrier_peer import copies, soon, threads_left
 
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.liveness import Liveness, PulseServer
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.errors import PeerLost
+from waiting import wait_until
 
 HOST = "127.0.0.1"
 SIZE = 1 << 16
@@ -111,14 +112,6 @@ def said(process: subprocess.Popen[str], word: str = "\n") -> str:
     return process.stdout.readline()
 
 
-def until(holds: object) -> bool:
-    assert callable(holds)
-    end = soon(5)
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.005)
-    return bool(holds())
-
-
 def test_a_killed_process_is_dead_though_its_child_lives() -> None:
     with contextlib.ExitStack() as undo:
         ours = undo.enter_context(contextlib.closing(Owner()))
@@ -142,8 +135,8 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         with pytest.raises(PeerLost):
             user.new_pulse()
         # what it used
-        assert until(lambda: not ours.pulse.guests)
-        assert until(lambda: not ours.tcp.serving)
+        wait_until(lambda: not ours.pulse.guests)
+        wait_until(lambda: not ours.tcp.serving)
         assert said(process) == "still here\n"
 
 
@@ -155,11 +148,11 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
     kept = [os.dup(one.fileno()) for one in (server._listener, visitor.connection)]
     begin = time.monotonic()
     server.close()
-    assert time.monotonic() - begin < 2
-    assert not server._thread.is_alive()
-    assert not visit.alive(2)
+    assert time.monotonic() - begin < 10
+    assert threads_left("kvferry-pulse") == []
+    assert not visit.alive(10)
     with pytest.raises(PeerLost):
-        Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(2))
+        Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(10))
     visit.close()
     for descriptor in kept:
         os.close(descriptor)

@@ -168,11 +168,11 @@ def test_they_do_not_keep_it_for_ever_nor_one_after_the_other(
 def test_a_library_that_gave_up_is_not_waited_for_again(memmove: MemmoveCarrier) -> None:
     """Its own timeout is a `DeadlineExceeded` too; that does not mean that the transfer goes on."""
     job = late(memmove, threading.Event(), DeadlineExceeded("the peer makes no progress"))
-    watch = Deadline(time.monotonic() + 5)
+    watch = Deadline(time.monotonic() + 60)
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="no progress"):
         await_transfer(job, watch)
-    assert time.monotonic() - begin < 4  # not until its deadline
+    assert time.monotonic() - begin < 30  # not until its deadline
 
 
 @pytest.mark.parametrize("reading", [True, False])
@@ -205,14 +205,14 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
         release = threading.Event()
 
         def _attach(self, endpoint: LibraryEndpoint) -> Any:
-            self.release.wait(20)
+            self.release.wait(60)
 
     owner, user = MemmoveCarrier(), Hanging()
     try:
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             user.connect(owner.endpoint(), soon(0.5))
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
     finally:
         Hanging.release.set()
         user.close()
@@ -253,9 +253,10 @@ def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.Mon
     try:
         with pytest.raises(DeadlineExceeded):
             user.connect(owner.endpoint(), soon(0.3))
-        assert lock.at_its_end.is_set() and len(user._peers) == 1
+        peers = user._peers
+        assert lock.at_its_end.is_set() and len(peers) == 1
         lock.may.set()
-        wait_until(lambda: user._peers == [])
+        wait_until(lambda: not peers)
     finally:
         lock.may.set()
         user.close()
@@ -279,15 +280,17 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
             removed.set()
 
     carrier = NixlCarrier.__new__(NixlCarrier)
-    carrier._agent, carrier._agents, carrier._agents_lock = Agent(), {}, threading.Lock()
+    agents: dict[str, int] = {}
+    carrier._agent, carrier._agents, carrier._agents_lock = Agent(), agents, threading.Lock()
     endpoint: Any = SimpleNamespace(address=b"", device=-1)
-    handle = carrier._attach(endpoint)
-    again = threading.Thread(target=carrier._attach, args=(endpoint,))
+    attach = carrier._attach
+    handle = attach(endpoint)
+    again = threading.Thread(target=attach, args=(endpoint,))
     again.start()
-    assert adding.wait(5)
+    assert adding.wait(30)
     carrier._detach(handle)
-    again.join(5)
-    assert carrier._agents == {"P": 1} and known
+    again.join(30)
+    assert agents == {"P": 1} and known
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -28,12 +28,14 @@ from p2p_peers import (
     make_ticket,
     producer,
     said,
+    start_and_hold,
 )
 from vllm_engines import free_port
 from waiting import require_for, wait_until
 
 Mode = Literal["pull", "push"]
 SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
+SILENT_SECONDS = 0.3  # the same, where no peer has to do anything before it
 SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
 
 P = Spec("p", "tp=2,block=16")
@@ -300,9 +302,9 @@ def test_a_hold_withdrawn_during_the_read_fails_the_load(carrier: str, keep_open
 
 def test_a_hold_that_expires_during_the_read_fails_the_load() -> None:
     prompt = Prompt(1, 100)
-    source = replace(P, lease_seconds=0.5, gate_after=0)
+    source = replace(P, lease_seconds=1.0, gate_after=0)
     with producer(source) as p, consumer(replace(D, gate_after=0), source) as d:
-        load = d.start(p.hold(prompt), prompt)
+        load = start_and_hold(p, d, prompt)
         mover(p, d).wait_at_gate()
         require_all_closed(p, 1, "expired")
         mover(p, d).open_gate()
@@ -384,19 +386,29 @@ def test_a_producer_that_is_killed_during_the_read(
 
 
 def test_a_producer_that_stops_during_a_long_read() -> None:
-    """It is stopped at some moment of a big transfer; wherever that is, the load fails in time."""
+    """It is stopped at some moment of a big transfer; wherever that is, the load fails in time.
+
+    On a busy machine, a load may be over before this process stops its source. Then another load
+    begins, and its source is stopped at once.
+    """
     source = Spec("p", "tp=1,block=16", carrier="tcp", blocks=1300, gate_after=0)
     target = replace(D, carrier="tcp", blocks=900, gate_after=0)
-    prompt = Prompt(1, 20_000)
     with producer(source) as p, consumer(target, source) as d:
-        load = d.start(p.hold(prompt), prompt, seconds=4.0)
-        mover(p, d).wait_at_gate()
-        mover(p, d).open_gate()
-        time.sleep(0.02)
-        p.signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        require_failed(d.wait(load)[0], "DeadlineExceeded", "PeerLost")
-        assert time.monotonic() - begun < 4.0 + SLACK_SECONDS
+        for number in range(1, 11):
+            prompt = Prompt(number, 20_000)
+            load = d.start(p.hold(prompt), prompt, seconds=2.0)
+            if number == 1:
+                mover(p, d).wait_at_gate()
+                mover(p, d).open_gate()
+                time.sleep(0.02)
+            p.signal(signal.SIGSTOP)
+            begun = time.monotonic()
+            loaded = d.wait(load)[0]
+            if any(one.error for one in loaded):
+                break
+            p.signal(signal.SIGCONT)
+        require_failed(loaded, "DeadlineExceeded", "PeerLost")
+        assert time.monotonic() - begun < 2.0 + SLACK_SECONDS
         p.kill()
 
 
@@ -406,9 +418,9 @@ def test_a_producer_that_is_stopped_past_the_deadline_and_goes_on() -> None:
         tickets = [p.hold(prompt) for prompt in prompts]
         p.signal(signal.SIGSTOP)
         begun = time.monotonic()
-        loaded = d.load(tickets[0], prompts[0], seconds=SHORT_SECONDS)
+        loaded = d.load(tickets[0], prompts[0], seconds=SILENT_SECONDS)
         require_failed(loaded, "DeadlineExceeded")
-        assert SHORT_SECONDS * 0.9 < time.monotonic() - begun < SHORT_SECONDS + SLACK_SECONDS
+        assert SILENT_SECONDS * 0.9 < time.monotonic() - begun < SILENT_SECONDS + SLACK_SECONDS
         p.signal(signal.SIGCONT)
         require_ok(d.load(tickets[1], prompts[1]))
         assert d.wrong_bytes(prompts[1]) == 0
@@ -439,8 +451,7 @@ def test_the_holds_of_a_consumer_that_is_killed_expire_once() -> None:
     with producer(source) as p:
         d = Child.start("consumer", target, source)
         try:
-            p.ask("fill", prompts[0])
-            d.ask("start", p.hold(prompts[0]), prompts[0])  # stands before its first byte
+            start_and_hold(p, d, prompts[0])  # stands before its first byte
             (p if target.is_written else d).wait_at_gate()
         finally:
             d.kill()
@@ -448,7 +459,7 @@ def test_the_holds_of_a_consumer_that_is_killed_expire_once() -> None:
         p.open_gate()
         require_all_closed(p, 1, "expired")
         with consumer(D, source) as e:  # the producer serves the next
-            require_ok(e.load(p.hold(prompts[1]), prompts[1]))
+            require_ok(e.wait(start_and_hold(p, e, prompts[1]))[0])
             assert e.wrong_bytes(prompts[1]) == 0
             require_all_closed(p, 1, "delivered")
 
@@ -559,9 +570,9 @@ def test_a_peer_that_never_answers(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, consumer(D, P) as d:
         ticket = replace(make_ticket(P, silent.getsockname()[1], prompt), host=host)
         begun = time.monotonic()
-        loaded = d.load(ticket, prompt, seconds=SHORT_SECONDS)
+        loaded = d.load(ticket, prompt, seconds=SILENT_SECONDS)
         require_failed(loaded, "DeadlineExceeded")
-        assert time.monotonic() - begun < SHORT_SECONDS + SLACK_SECONDS
+        assert time.monotonic() - begun < SILENT_SECONDS + SLACK_SECONDS
 
 
 def test_addresses_that_are_none_end_the_load() -> None:
@@ -585,9 +596,10 @@ def test_a_directory_that_does_not_know_its_ranks_yet() -> None:
         ticket = p.hold(prompt)
         begun = time.monotonic()
         require_failed(
-            d.load(ticket, prompt, seconds=4.0), "does not know its ranks [(0, 0), (0, 1)] yet"
+            d.load(ticket, prompt, seconds=SHORT_SECONDS),
+            "does not know its ranks [(0, 0), (0, 1)] yet",
         )
-        assert time.monotonic() - begun < 4.0 + SLACK_SECONDS
+        assert time.monotonic() - begun < SHORT_SECONDS + SLACK_SECONDS
         load = d.start(ticket, prompt)
         require_for(0.3, lambda: d.pending(load))
         p.ask("tell")
@@ -612,11 +624,12 @@ def test_many_loads_of_a_dead_peer_do_not_hold_up_others() -> None:
     prompts = [Prompt(n, 10, dst_first=n) for n in range(1, 21)]
     with producer(P) as stopped, producer(other) as p, consumer(D, P) as d:
         stopped.signal(signal.SIGSTOP)
-        slow = [d.start(stopped.ticket(x), x, seconds=3.0) for x in prompts]
+        slow = [d.start(stopped.ticket(x), x, seconds=600.0) for x in prompts]
         prompt = Prompt(99, 100, dst_first=30)
-        begun = time.monotonic()
         require_ok(d.load(p.hold(prompt), prompt))
-        assert time.monotonic() - begun < 3.0
+        assert all(map(d.pending, slow))
+        for load in slow:
+            d.cancel(load)
         for loaded in d.wait(*slow):
-            require_failed(loaded, "DeadlineExceeded", "PeerLost")
+            require_failed(loaded, "Cancelled")
         stopped.kill()

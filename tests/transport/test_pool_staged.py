@@ -179,13 +179,13 @@ def test_a_store_that_keeps_all_buffers(far: Far) -> None:
     far.faults["get"] = hang
     stuck = threading.Thread(target=far.store.get, args=(["a"], [far.slices(0, 10)], soon()))
     stuck.start()
-    assert inside.wait(5)
+    assert inside.wait(30)
     began = time.monotonic()
     late = far.store.get(["a"], [far.slices(100, 10)], time.monotonic() + 0.1)
     assert late == [Outcome.FAILED] and time.monotonic() - began < 15
     far.faults.clear()
     release.set()
-    stuck.join(5)
+    stuck.join(30)
     assert far.store.get(["a"], [far.slices(100, 10)], soon()) == [Outcome.DONE]
     far.store.close()
     assert far.store.put(["z"], [far.ranges(0, 10)], time.monotonic()) == [Outcome.FAILED]
@@ -226,7 +226,7 @@ def test_closed_under_a_call(tmp_path: Path, monkeypatch: Any, what: str) -> Non
 
     def hang(*_: Any) -> None:
         under_way.set()
-        assert release.wait(10)
+        assert release.wait(60)
 
     def call() -> None:
         parts: Any = far.ranges(0, 900) if what == "put" else far.slices(0, 900)
@@ -239,12 +239,12 @@ def test_closed_under_a_call(tmp_path: Path, monkeypatch: Any, what: str) -> Non
         far.faults[what] = hang
         stuck = threading.Thread(target=call)
         stuck.start()
-        assert under_way.wait(5)
+        assert under_way.wait(30)
         far.store.close()
         assert not far.memory.fails and all(array() is not None for array in made)
         under_way.clear()  # what comes now is the call's own
         release.set()
-        stuck.join(5)
+        stuck.join(30)
         assert told == [Outcome.DONE]
     assert far.memory.fails and closed == [True] * len(made)
     assert far.store.put(["z"], [far.ranges(0, 10)], soon()) == [Outcome.FAILED]

@@ -3,6 +3,7 @@ cannot be read. One of them never costs the others."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -43,27 +44,23 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(lookup, "STUCK_SECONDS", 0.05)
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
-    opened = []
+    opened, open_now = [], threading.Event()
 
     def slowly() -> Any:
-        opened.append(time.monotonic())
-        time.sleep(2.0)  # five times as long as a lookup may take
+        opened.append(1)
+        assert open_now.wait(60)
         return pair.open_store()
 
     reader = pair.engine("dst", open_lookups=slowly)
-    until, number, waited = time.monotonic() + 8, 0, []
-    while True:
-        began = time.monotonic()
-        found = reader.matched(f"r{number}", [*tokens, number])
-        waited.append(time.monotonic() - began)
-        if found:
-            break
-        number += 1
-        assert time.monotonic() < until, "the store is never usable"
-        time.sleep(0.02)
+    for number in range(50):
+        assert reader.matched(f"r{number}", [*tokens, number]) == 0
+    # The first waits for its deadline. The others do not wait.
+    counters = reader.scheduler.counters
+    assert 1 <= counters["lookup_timeouts"] <= 2 and counters["lookup_refused"] >= 48
+    open_now.set()
+    more = itertools.count(50)
+    reader.until(lambda: reader.matched(f"r{(n := next(more))}", [*tokens, n]) > 0)
     assert len(opened) == 1
-    # the first waits for its deadline; then nobody does
-    assert sum(w > 0.3 for w in waited[:-1]) <= 2 and reader.scheduler.counters["lookup_refused"]
 
 
 def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(pair: Pair) -> None:
@@ -125,8 +122,6 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     assert all(end.ok for end in reader.load("after", found["r0"])), "others wait behind the stuck"
     release.set()
     all_ended(reader)
-    before = threading.active_count()
-    reader.until(lambda: threading.active_count() <= before)  # those that came back have ended
     assert all(not rank._loader._crew.stuck for rank in reader.ranks.values())
 
 
@@ -170,9 +165,9 @@ threads = Threads("kvferry-load", 2, most_stuck=4)
 stuck = [threads.call(threading.Event().wait) for _ in range(2)]
 while not all(f.running() for f in stuck): time.sleep(0.01)
 assert all(map(threads.give_up, stuck))
-assert threads.call(lambda: 7).result(5) == 7
+assert threads.call(lambda: 7).result(60) == 7
 """
-    subprocess.run([sys.executable, "-c", code], timeout=10, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def layout(shape: str) -> PoolLayout:

@@ -92,7 +92,7 @@ def test_a_router_that_stops_ends_its_streams(engine: EngineProcess) -> None:
         got = cut(router, lambda: router.process.send_signal(signal.SIGTERM))
         assert got[0] == {"n": 1}
         assert [e["error"]["code"] for e in got[1:]] == ["router_stopped"]
-        router.process.wait(10)
+        router.process.wait(60)
         assert any("stopped 200" in line for line in router.log)
 
 

@@ -37,7 +37,7 @@ class Crowd:
         self.answers = 0
         self.failures: list[str] = []
         self._address = address
-        self._stop = threading.Event()
+        self.stop_asking = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(kept,)) for kept in (False, False, True, True)
         ]
@@ -49,14 +49,14 @@ class Crowd:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stop.set()
+        self.stop_asking.set()
         for thread in self._threads:
             thread.join(30)
 
     def _ask(self, kept: bool) -> None:
         keepalive = httpx.Limits(max_keepalive_connections=1 if kept else 0)
         with httpx.Client(trust_env=False, timeout=20, limits=keepalive) as client:
-            while not self._stop.is_set():
+            while not self.stop_asking.is_set():
                 try:
                     answer = client.post(self._address, json={"prompt": "x"})
                     assert answer.status_code == 200, answer.text
@@ -111,7 +111,7 @@ def test_a_restart_loses_no_stream_and_no_connection() -> None:
                     assert crowd.failures == []
                 finally:
                     third.stop()
-                    crowd._stop.set()
+                    crowd.stop_asking.set()
             finally:
                 new.stop()
 

@@ -215,7 +215,7 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     for cancels in (False, True):
         dripped.clear()
         transfer = user.carrier.write(peer, copies(user.address, owner.address, 100))
-        assert dripped.wait(5)
+        assert dripped.wait(30)
         if not cancels:
             with pytest.raises(DeadlineExceeded):
                 transfer.wait(soon())
@@ -224,22 +224,22 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
         assert transfer.poll() is TransferState.FAILED
     begin = time.monotonic()
     user.carrier.close()
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 2.5  # not until the last byte has dripped
     owner.carrier.close()
     assert threads_left("kvferry-tcp") == []
 
 
 def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes would be there after 2 s. The server's thread does not wait for them."""
+    """Its bytes would be there after 30 s. The server's thread does not wait for them."""
     monkeypatch.setattr(frames, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
     owner, user = End(limits=ServerLimits(stall_seconds=0.3)), End()
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     stream = peer.take().stream
-    ranges = table_bytes(np.array([owner.address]), np.array([20]))
-    stream.send(FrameHeader(FrameKind.WRITE, 1, len(ranges), 20).pack() + ranges)
+    ranges = table_bytes(np.array([owner.address]), np.array([300]))
+    stream.send(FrameHeader(FrameKind.WRITE, 1, len(ranges), 300).pack() + ranges)
     assert FrameHeader.unpack(stream.recv(HEADER.size)).kind == FrameKind.GO
     with pytest.raises(PeerLost):
-        for _ in range(20):
+        for _ in range(300):
             stream.send(b"x")
             time.sleep(0.1)
     assert owner.carrier.counters["late"] == 1 and owner.carrier.counters["writes"] == 0

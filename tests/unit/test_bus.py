@@ -30,7 +30,10 @@ from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
+from pool_peers import tiers_of
 from waiting import require_for, wait_until
+
+Lane = buses._Lane
 
 CHUNK = 4096
 
@@ -100,7 +103,7 @@ def test_every_byte_out_and_back(
     count = int(rng.integers(1, 40))
     objects, copies = some_objects(rng, device, host, count, seed % 3 == 0, seed % 2 == 0)
     direct = buses.DIRECT_BYTES == 1024 and seed % 2 == 0
-    monkeypatch.setattr(buses._Lane, "queue_staged" if direct else "queue_direct", None)
+    monkeypatch.setattr(Lane, "queue_staged" if direct else "queue_direct", None)
     monkeypatch.setattr(buses, "FEW_COPIES", 1 << 20)
     monkeypatch.setattr(buses, "SCRATCH_BYTES", 2000 if seed % 2 else 1 << 20)
     expected = host.copy()
@@ -334,7 +337,7 @@ def test_the_device_writes_what_a_processor_reads(
     for way in ("put", "get"):  # not through buffers
         monkeypatch.setattr(StagedStore, way, None)
     if buses.DIRECT_BYTES == 1024:
-        monkeypatch.setattr(buses._Lane, "queue_staged", None)
+        monkeypatch.setattr(Lane, "queue_staged", None)
     objects = blocks(cache, every)
     assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
     assert store.put(names(every), objects, soon()) == [Outcome.EXISTS] * OBJECTS
@@ -424,7 +427,7 @@ def test_layers_that_are_final_early_are_copied_early(
     monkeypatch.setattr(buses, "DIRECT_BYTES", 1024)
     monkeypatch.setattr(buses, "EARLY_BYTES", 0)
     monkeypatch.setattr(StagedStore, "put", None)
-    monkeypatch.setattr(buses._Lane, "queue_staged", None)
+    monkeypatch.setattr(Lane, "queue_staged", None)
     cache, _, store = cache_and_store(tmp_path)
     final, some, copied = cache.copy(), range(6), [0]
     layers, expected = cache.reshape(LAYERS, -1), final.reshape(LAYERS, -1)
@@ -565,8 +568,7 @@ def test_what_is_damaged_gone_or_on_disk(
         ctypes.memset(int(lent.place[0]) + LAYERS * PAGE - 1, 1, 1)
         ctypes.memset(int(lent.place[1]) - 1, 1, 1)  # of the header
     inner.remove(["ns/0005"], soon())
-    tiers = inner._tiers
-    tiers._evict(inner._index.find(*buses_keys(["ns/0006", "ns/0007"])), soon())
+    to_disk(inner, ["ns/0006", "ns/0007"])
     cache[:] = 0
     found = store.get(names(every), whole(objects), soon())
     assert found[3:6] == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.MISSING]
@@ -594,7 +596,7 @@ def test_what_is_on_disk_is_read_by_several_threads(
     before, every = cache.copy(), range(OBJECTS)
     objects = blocks(cache, every)
     assert store.put(names(every), objects, soon()) == [Outcome.DONE] * OBJECTS
-    inner._tiers._evict(inner._index.find(*buses_keys(names(every))), soon())
+    to_disk(inner, names(every))
     cache[:] = 0
     plain, begun, under_way = EmbeddedStore._read, threading.Barrier(3), []
     readers: set[str] = set()
@@ -602,7 +604,7 @@ def test_what_is_on_disk_is_read_by_several_threads(
     def read(self: EmbeddedStore, key: str | None, *rest: Any) -> Outcome:
         mine = threading.current_thread().name
         if how in ("all read", "one raises") and mine not in readers:
-            begun.wait(5)
+            begun.wait(30)
         readers.add(mine)
         under_way.append(key)
         try:
@@ -631,6 +633,12 @@ def test_what_is_on_disk_is_read_by_several_threads(
     if how != "too late":
         assert len(readers) == (1 if how == "no thread" else 3)
     store.close()
+
+
+def to_disk(store: EmbeddedStore, keys: list[str]) -> None:
+    """Move these objects from memory to disk."""
+    tiers = tiers_of(store)
+    tiers._evict(tiers.index.find(*buses_keys(keys)), soon())
 
 
 def buses_keys(keys: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -677,7 +685,7 @@ def test_a_bus_that_fails(on: HostDevice, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as failing:
         failing.setattr(Crossing, "finish", broken)
         assert store.put(names(some), objects, soon()) == [Outcome.DONE] * 4
-    assert inner.counters()["memory_bytes"] == 4 * inner._index.extent.max()
+    assert inner.counters()["memory_bytes"] == 4 * tiers_of(inner).index.extent.max()
     cache[:] = 0
     with monkeypatch.context() as failing:
         failing.setattr(Bus, "back", broken)
@@ -769,5 +777,5 @@ def test_a_put_that_fails_between_its_parts(
     # the third part is given back, then the second one, which was under way
     assert order == ["begun", "begun", "given back", "ended", "given back"]
     assert inner.exists(names(some), soon()).tolist() == [True] * 4 + [False] * 8
-    assert inner.counters()["memory_bytes"] == 4 * inner._index.extent.max()
+    assert inner.counters()["memory_bytes"] == 4 * tiers_of(inner).index.extent.max()
     store.close()

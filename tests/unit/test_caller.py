@@ -32,7 +32,7 @@ def test_what_cannot_be_sent(address: str, body: Any, kind: type, words: str) ->
     sockets = Sockets()
     caller = Caller(sockets)
     try:
-        error = caller.call(address, body, time.monotonic() + 60).exception(timeout=10)
+        error = caller.call(address, body, time.monotonic() + 60).exception(timeout=30)
         assert type(error) is kind and words in str(error)
     finally:
         caller.close()
@@ -156,13 +156,13 @@ def test_a_reply_counts_though_the_line_broke_right_after_it() -> None:
     def late_turn(ready: Any) -> None:
         if any(line.monitor in ready for line in caller._lines.values()):
             seen.set()
-            assert over.wait(10)
+            assert over.wait(30)
         turn(ready)
 
     caller._turn = late_turn  # type: ignore[method-assign]
     try:
         call = caller.call(f"127.0.0.1:{port}", Renew(VERSION, "i", ["h"]), time.monotonic() + 30)
-        assert seen.wait(10)
+        assert seen.wait(30)
         sender, frame = server.recv_multipart()
         server.send_multipart([sender, encode(Reply(decode_request(frame).id, Renewed([], [])))])
         (line,) = caller._lines.values()
@@ -191,6 +191,7 @@ def test_an_authenticator_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> 
             sockets.server(None)
         server, _ = sockets.server(None)
         server.close(linger=0)
-        assert sockets._authenticator is not None and sockets._authenticator.is_alive()
+        authenticator = sockets._authenticator
+        assert authenticator is not None and authenticator.is_alive()
     finally:
         sockets.close()

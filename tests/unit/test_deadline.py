@@ -17,6 +17,7 @@ def test_what_a_peer_says_is_never_longer_than_it_was(said: float) -> None:
     clock = Clock()
     made = time.monotonic()
     wait_until(lambda: time.monotonic() > made + 0.01)
+    split = time.monotonic()
     clock.split("wait", "push", said)
     lasted = time.monotonic() - begun
     assert all(0.0 <= spent <= lasted for spent in clock.spent.values())
@@ -24,4 +25,4 @@ def test_what_a_peer_says_is_never_longer_than_it_was(said: float) -> None:
     if said == 0.005:
         assert clock.spent["push"] == said
     clock.stop("zero")
-    assert clock.spent["zero"] < 0.01 + time.monotonic() - begun - lasted
+    assert clock.spent["zero"] <= time.monotonic() - split

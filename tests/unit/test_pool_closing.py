@@ -79,21 +79,21 @@ def rank(store: Any, saver: Saver, loader: Loader) -> PoolRank:
     return made
 
 
-def reading(store: Slow) -> Any:
+def reads_slowly(monkeypatch: Any, loader: Loader, store: Slow) -> None:
     """In the place of a load: one chunk, read like others."""
 
     def load(running: Any, scope: Any) -> PoolLoaded:
         store.get(["a"], None, 0.0)
         return PoolLoaded("r")
 
-    return load
+    monkeypatch.setattr(loader, "_load", load)
 
 
 def test_a_save_ends_after_the_batch_at_hand() -> None:
     store: Any = Slow()
     saver = Saver(store, PoolCounters())
     saver.start(ORDER, scope())
-    assert store.begun.wait(5)
+    assert store.begun.wait(30)
     saver.close(0.0)
     store.go_on.set()
     failed = tuple((0, n) for n in range(BATCH_OBJECTS, BLOCKS))
@@ -106,7 +106,7 @@ def test_the_store_is_closed_after_what_it_has(monkeypatch: Any) -> None:
     store.gets_last = True
     saver, loader = Saver(store, PoolCounters()), Loader(store, PoolCounters())
     made = rank(store, saver, loader)
-    monkeypatch.setattr(loader, "_load", reading(store))
+    reads_slowly(monkeypatch, loader, store)
     saver.start(ORDER, scope())
     loader.start(LoadOrder("r", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     wait_until(lambda: len(store.entered) == 2)
@@ -129,9 +129,9 @@ def test_a_load_after_the_end() -> None:
 def test_a_load_that_hangs_is_not_waited_for(monkeypatch: Any) -> None:
     store: Any = Slow()
     loader = Loader(store, PoolCounters())
-    monkeypatch.setattr(loader, "_load", reading(store))
+    reads_slowly(monkeypatch, loader, store)
     loader.start(LoadOrder("r", (), {}, (), -10.0), None)  # type: ignore[arg-type]
-    assert store.begun.wait(5) and loader.take_done()[0].hung
+    assert store.begun.wait(30) and loader.take_done()[0].hung
     began = time.monotonic()
     loader.close(10.0)
     assert time.monotonic() - began < 5
@@ -161,9 +161,9 @@ def test_an_end_that_was_taken_does_not_end_the_next_wait(monkeypatch: Any) -> N
     loader.start(LoadOrder("a", (), {}, (), 30.0), None)  # type: ignore[arg-type]
     wait_until(lambda: not loader.running)
     assert [loaded.request_id for loaded in made.take().loaded] == ["a"]
-    monkeypatch.setattr(loader, "_load", reading(store))
+    reads_slowly(monkeypatch, loader, store)
     loader.start(LoadOrder("b", (), {}, (), 30.0), None)  # type: ignore[arg-type]
-    assert store.begun.wait(5)
+    assert store.begun.wait(30)
     began = time.monotonic()
     made.wait_done(0.05)
     assert time.monotonic() - began >= 0.05

@@ -17,7 +17,7 @@ class Mark:
         self.reached, self._error = threading.Event(), error
 
     def synchronize(self) -> None:
-        assert self.reached.wait(10)
+        assert self.reached.wait(60)
         if self._error:
             raise RuntimeError(self._error)
 
@@ -36,7 +36,7 @@ def test_actions_wait_their_turn_and_failures_are_passed_on() -> None:
     with pytest.raises(StopIteration):
         next(left)
     ready._queue.put((marks[0], lambda why: over.set()))
-    assert over.wait(10)
+    assert over.wait(30)
     assert said == [(0, ""), (1, "the device failed: an illegal memory access"), (2, "")]
     ready.close()
 
@@ -48,7 +48,7 @@ def test_an_action_that_raises_does_not_end_the_others() -> None:
     ready.begin(1)
     ready.after(0, lambda why: 1 / 0)  # type: ignore[arg-type, return-value]
     ready.after(0, lambda why: (said.append(why), over.set()))  # type: ignore[arg-type, func-returns-value, return-value]
-    assert over.wait(10) and said == [""]
+    assert over.wait(30) and said == [""]
     ready.close()
 
 
@@ -61,7 +61,7 @@ def test_a_device_that_cannot_even_be_marked() -> None:
     ready.begin(1)
     ready.after(0, said.put)
     failed = "the device failed: CUDA error: unspecified launch failure"
-    assert said.get(timeout=10) == failed
+    assert said.get(timeout=30) == failed
     ready.close()
     host = WhenReady(gpu=False)
     host.begin(1)
@@ -79,17 +79,17 @@ def test_an_action_waits_for_its_own_step_not_for_those_queued_since() -> None:
     with pytest.raises(queue.Empty):
         said.get(timeout=0.1)
     marks[1].reached.set()  # the second step began: the first is over
-    assert said.get(timeout=10) == ""
+    assert said.get(timeout=30) == ""
     ready.after(2, said.put)
     with pytest.raises(queue.Empty):
         said.get(timeout=0.1)
     marks[2].reached.set()
-    assert said.get(timeout=10) == ""
+    assert said.get(timeout=30) == ""
     for step in range(5, 5 + KEPT_STEPS):
         ready.begin(step)
     ready.after(0, said.put)  # that event is not kept: a later one serves, and none before it
     with pytest.raises(queue.Empty):
         said.get(timeout=0.1)
     marks[3].reached.set()
-    assert said.get(timeout=10) == ""
+    assert said.get(timeout=30) == ""
     ready.close()

@@ -170,9 +170,9 @@ def test_a_removed_engine_leaves_nothing_behind():
         url = next(c.servers[d.name].url for d in c.decode if asked(d))
         fleet = c.router.app.router.fleet
         assert url in placing.index.stats()
-        placing._fleet.remove(fleet.get(url))
+        fleet.remove(fleet.get(url))
         assert url not in placing.index.stats()
-        assert url not in placing.meters._meters
+        assert url not in placing.meters.names
 
 
 def test_an_engine_that_is_removed_while_it_answers_leaves_nothing_behind():
@@ -206,7 +206,7 @@ def test_late_reports_of_a_removed_engine_leave_nothing_behind(place):
     late.prefill("http://a")
     late.decode("http://a", handed_over=False)
     late.ended()
-    assert not placing.meters._meters and not placing.index.stats()
+    assert not placing.meters.names and not placing.index.stats()
 
 
 def test_late_metrics_of_a_removed_engine_leave_nothing_behind(monkeypatch):
@@ -228,7 +228,7 @@ def test_late_metrics_of_a_removed_engine_leave_nothing_behind(monkeypatch):
         wait_until(lambda: heard)
         leave.append(lambda: (fleet.remove(fleet.get(url)), heard.clear()))
         wait_until(lambda: not leave and heard)
-        assert not c.router.placing.meters._meters
+        assert not c.router.placing.meters.names
 
 
 def test_without_tokens_the_engine_with_the_fewest_requests_is_taken():

@@ -238,7 +238,7 @@ def test_requests_of_an_engine_that_died_are_not_counted() -> None:
 
 
 def test_busy_engines_429_with_the_time_of_the_next_turn() -> None:
-    limits = quick(max_running=1, max_queued=2, address_share=1.0, queue_seconds=0.5)
+    limits = quick(max_running=1, max_queued=2, address_share=1.0, queue_seconds=1.5)
     body = {"prompt": "x", "stream": True}
     with cluster(limits=limits) as c, ThreadPoolExecutor(4) as pool:
         c.decode[0].script = ["gate"]
@@ -248,7 +248,7 @@ def test_busy_engines_429_with_the_time_of_the_next_turn() -> None:
             next(chunks)
             late = c.complete()
             assert (late.status_code, late.json()["error"]["code"]) == (429, "engines_busy")
-            assert "this request waited 0.5 s" in late.json()["error"]["message"]
+            assert "this request waited 1.5 s" in late.json()["error"]["message"]
             assert 1 <= int(late.headers["retry-after"]) <= 60
             line = [pool.submit(c.complete) for _ in range(2)]
             c.expect("waiting", count=2)

@@ -15,9 +15,9 @@ def calibrated() -> Calibration:
     """Engines that cost exactly what the constants say."""
     made = Calibration()
     for size in SIZES:
-        made._computed[size] = [FIXED + TOKEN * (size + size * size / (2 * ATTENTION))]
-        made._handed[size] = [LOAD + LOADED * size + STEP + MORE]
-    made._steps = {1: [STEP + MORE], STREAMS: [STEP + STREAMS * MORE]}
+        made.computed[size] = [FIXED + TOKEN * (size + size * size / (2 * ATTENTION))]
+        made.handed[size] = [LOAD + LOADED * size + STEP + MORE]
+    made.steps = {1: [STEP + MORE], STREAMS: [STEP + STREAMS * MORE]}
     return made
 
 
@@ -52,7 +52,7 @@ def test_rates_are_read_off_what_engines_took() -> None:
 def test_a_prompt_that_costs_by_its_square_alone_can_be_predicted() -> None:
     """On a busy machine, the best curve may have no part that grows with the tokens."""
     made = calibrated()
-    made._computed = {size: [FIXED + 1e-7 * size * size] for size in SIZES}
+    made.computed = {size: [FIXED + 1e-7 * size * size] for size in SIZES}
     cost = made.rates(16_384).prefill
     assert cost.token_seconds > 0 and cost.attention_tokens > 0
     assert cost.token_seconds / (2 * cost.attention_tokens) == pytest.approx(1e-7, rel=0.01)

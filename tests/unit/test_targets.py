@@ -117,7 +117,7 @@ def test_those_that_wait_have_their_own_time_and_can_be_given_up() -> None:
         waiter = threads.submit(to.peer, line, watch)
         watch.give_up()
         with pytest.raises(Cancelled):
-            waiter.result(1.0)
+            waiter.result(SECONDS)
         line.answers.set()
         assert maker.result(SECONDS) == "peer 1 at there"
 
@@ -129,7 +129,7 @@ def test_a_connection_for_a_target_that_was_dropped_is_given_back() -> None:
         maker = threads.submit(to.peer, line, soon())
         assert line.asked.acquire(timeout=SECONDS)
         waiter = threads.submit(to.peer, line, soon())
-        assert took(lambda: to.take_peers(drop=True)) < 1.0  # nobody waits for it
+        assert took(lambda: to.take_peers(drop=True)) < SECONDS / 2  # it does not wait
         line.answers.set()
         for one in (maker, waiter):
             with pytest.raises(Cancelled):

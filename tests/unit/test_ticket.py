@@ -145,7 +145,7 @@ JSON = st.recursive(
     st.dictionaries(st.sampled_from([*KEYS, MARK]), JSON),
     st.dictionaries(st.sampled_from(list(KEYS)), JSON),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_json_is_read_or_refused(outer: dict[str, Any], inner: dict[str, Any]) -> None:
     params = {**TICKET.to_params(), **outer}
     if isinstance(params[MARK], dict):

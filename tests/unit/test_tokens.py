@@ -43,7 +43,7 @@ def place(paging: Paging, position: int) -> tuple[int, int] | None:
     return number, inside // cycle * paging.interleave + inside % paging.interleave
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @example(Paging(12, 1, 2, 0, 3), Paging(12, 1, 2, 0, 1), 0, 48)  # distances that change
 @given(pagings(), pagings(), st.integers(0, 150), st.integers(0, 150))
 def test_segments_are_what_both_hold(src: Paging, dst: Paging, start: int, size: int) -> None:

@@ -243,7 +243,7 @@ def test_a_producer_that_never_answers_is_counted_once(
     asked = engine.request()
     engine.asking.arrived(asked)
     assert engine.asking.matched(asked, 0) == (None, False) and not engine.here
-    engine.asking._wanted[asked.request_id].arrived -= 1000
+    engine.asking.wanted[asked.request_id].arrived -= 1000
     assert engine.look(asked) == engine.look(asked) == (0, False)
     assert engine.here == {"not found": 1}
 
@@ -263,7 +263,7 @@ def test_a_producer_is_found_while_vllm_asks_for_no_match(
         return len(watched)
 
     assert reaches(stepped, 1)
-    engine.asking._wanted[asked.request_id].arrived -= 1000
+    engine.asking.wanted[asked.request_id].arrived -= 1000
     assert engine.asking.matched(asked, 0) == (TOKENS, True)
     assert stepped() == 1 and not engine.here
 

@@ -143,7 +143,7 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     with pytest.raises(ComputeHere, match=too_short) as refused:
         require_fit(uncut, request(129), facts)
     assert refused.value.reason == "bad ticket"
-    assert not offering._accepted
+    assert not offering.accepted
     scored = Request("s", [3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
     scored.kv_transfer_params = {"do_remote_decode": True}
     assert prefilled(scored, ([7], [1])).tokens == 3  # a decode engine loads none of it

@@ -114,7 +114,7 @@ def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
     made: Any = worker.FerryWorker.__new__(worker.FerryWorker)
     made._producer = made._consumer = rank
     made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
-    made._ready = WhenReady(gpu=True, record=lambda: next(left))
+    made._ready = ready = WhenReady(gpu=True, record=lambda: next(left))
     made.start(HandoverOrders(), step=1)  # computes a prompt
     made.start(HandoverOrders(), step=2)  # computes another one
     orders = HandoverOrders([HoldOrder("a", "r", "", 1, [[1]])], ["b"], written=1)  # type: ignore[list-item]
@@ -128,7 +128,7 @@ def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
         rank.told.get(timeout=0.1)
     marks[2 if late else 0].reached.set()  # nothing was recorded for the steps without orders
     assert rank.next() == "load b"
-    made._ready.close()
+    ready.close()
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def wanted_by(ferry: Any) -> dict[str, Any]:
     """Of each request that has a ticket, what is to be loaded."""
-    return ferry.consuming._wanted
+    return ferry.consuming.wanted
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ class Device:
     """A device that computes until a test lets it end."""
 
     def __init__(self, engine: Modelless) -> None:
-        self.idle, self.worker = threading.Event(), engine._workers[0]
+        self.idle, self.worker = threading.Event(), engine.workers[0]
         self.worker._ready = WhenReady(gpu=True, record=lambda: self)
 
     def record(self) -> None: ...
@@ -902,7 +902,7 @@ class TestRoles:
         """There, vLLM's scheduler goes by the MultiConnector's role."""
         one = {**child("NixlConnector"), "kv_role": "kv_producer"}
         p, d = make("p"), make("d", children=[one], role="kv_producer")
-        run(d, until=lambda: d.ferry._described)
+        run(d, until=lambda: not d.connector.has_pending_push_work())
         tokens = prompt(4, 40)
         before = prefilled(p, "p", tokens)
         d.add("d", tokens, 2, **before)

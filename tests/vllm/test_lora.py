@@ -173,7 +173,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, made: Any, where: str) -> Non
         assert unknown not in answer["kvferry"]["not_held"]
         assert prefill.orders.withdrawals == [derived_hold("i", "transfer t")]
         assert prefill.stats.data["requests_not_held"] == {"lora": 1}
-        assert not prefill.orders.holds and not prefill.offering._accepted
+        assert not prefill.orders.holds and not prefill.offering.accepted
     if where != "prefill":
         params = made().ticket(path)
         if where == "both":  # a client may say so

@@ -198,15 +198,15 @@ def test_a_full_pool(store: MooncakeStore, memory: np.ndarray) -> None:
     store.remove(keys, soon())
 
 
-def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_hangs(store: MooncakeStore) -> None:
     release = threading.Event()
 
     class Hanging:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: release.wait(30) and None
 
-    client = store._client
-    monkeypatch.setattr(store, "_client", Hanging())
+    patch = pytest.MonkeyPatch()
+    patch.setattr(store, "_client", Hanging())
     with pytest.raises(StoreError, match="deadline"):
         store.exists(["a"], soon(0.1))
     assert not release.is_set() and store.calls.hanging == 1
@@ -220,7 +220,7 @@ def test_a_call_that_hangs(store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(StoreError, match=r"(put|get) failed"):
             move(["a"], parts, soon(0.1))
         assert release.is_set()
-    monkeypatch.setattr(store, "_client", client)
+    patch.undo()
     wait_until(lambda: store.calls.hanging == 0)
     assert store.exists(["a"], soon()).shape == (1,)
 

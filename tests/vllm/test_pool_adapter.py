@@ -69,13 +69,11 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
                 fence.wait()
 
     def started(on_device: bool, *names: str) -> list[str]:
-        worker = PoolWorker.__new__(PoolWorker)
-        worker._rank, worker._orders, worker._on_device = Rank(), {}, on_device  # type: ignore[assignment]
-        worker._idle, worker._saves = False, []
+        worker = PoolWorker(PoolConfig())
+        worker._rank, worker._on_device = Rank(), on_device  # type: ignore[assignment]
         loads = [LoadOrder(name, (), {}, (), 1.0) for name in names]
         events.clear()
         worker.start(PoolOrders(loads=loads))
-        assert list(worker._orders) == list(names)
         return list(events)
 
     monkeypatch.setattr("torch.Event", Event)
@@ -87,12 +85,10 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_saves_of_a_step_that_vllm_did_not_end() -> None:
     """Its V1 runner calls no `wait_for_save` on an early pipeline stage while it speculates."""
     saved: list[object] = []
-    worker = PoolWorker.__new__(PoolWorker)
+    worker = PoolWorker(PoolConfig())
     worker._rank = SimpleNamespace(  # type: ignore[assignment]
         save=lambda order, fence: saved.append(order.job_id), tell=saved.append
     )
-    worker._orders, worker._on_device, worker._idle, worker._saves = {}, False, False, []
-    worker._layers = None
     worker.start(PoolOrders(saves=[SaveOrder(1, (), 1.0)]))
     worker.start(PoolOrders(saves=[SaveOrder(2, (), 1.0)]))
     assert saved == [1]

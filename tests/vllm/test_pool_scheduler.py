@@ -470,13 +470,13 @@ def test_loads_where_computing_is_slower(make: Make, faults: Any, connector: str
     for number, tokens in enumerate(prompts):
         writer.add(f"w{number}", tokens, output=1)
         writer.run()
-    compute, token_seconds = reader._execute, 0.0
+    compute, token_seconds = reader.execute, 0.0
 
     def slow(output: Any) -> None:
         time.sleep(output.total_num_scheduled_tokens * token_seconds)
         compute(output)
 
-    reader._execute = slow  # type: ignore[method-assign]
+    reader.execute = slow  # type: ignore[method-assign]
     asked = iter(range(1000))
 
     def loaded(tokens: list[int]) -> bool:

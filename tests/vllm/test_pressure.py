@@ -45,7 +45,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Modelless]]:
         run(*engines, until=lambda: not any(e.used_blocks for e in engines), seconds=15)
         for engine in engines:
             assert not engine.scheduler.requests and not engine.ferry.producing.held_blocks
-            assert not engine.ferry.consuming._wanted
+            assert not engine.ferry.consuming.wanted
     finally:
         for engine in engines:
             engine.close()

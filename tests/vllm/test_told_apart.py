@@ -345,7 +345,7 @@ class TestHandover:
         assert not held and answer is not None and answer["kvferry"]["not_held"]
         assert ends.orders.withdrawals == [derived_hold("i", "transfer t")]  # nobody waits for it
         assert ends.stats.data["requests_not_held"] == {"unfit": 1}
-        assert not ends.orders.holds and not ends.offering._accepted
+        assert not ends.orders.holds and not ends.offering.accepted
 
     @pytest.mark.parametrize("kind", UNFIT)
     @pytest.mark.parametrize("named", [False, True])
@@ -422,7 +422,7 @@ class TestImagesNamedByClients:
         prefill, decode = Ends(), hashed(victims, FIRST.clone())
         for name, shown in ((victims, FIRST), (forged, SECOND)):
             prefill.offering.accept(replace_id(hashed(name, shown), str(shown is FIRST)))
-        digests = {name: one.digest for name, one in prefill.offering._accepted.items()}
+        digests = {name: one.digest for name, one in prefill.offering.accepted.items()}
         assert digests["True"] == request_digest(decode) != digests["False"]
         for digest, tokens in ((digests["True"], COUNT), (digests["False"], 0)):
             asking = Ends().asking

@@ -58,7 +58,7 @@ class Consuming:
     parts: HandoverParts
     rendezvous: Rendezvous
     renewer: Renewer
-    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+    wanted: dict[str, _Wanted] = field(default_factory=dict)
     # Tickets that several requests may share (`n > 1`), by hold, and when each is given back if no
     # request needs it then.
     _leaving: dict[str, tuple[Ticket, float]] = field(default_factory=dict)
@@ -80,15 +80,15 @@ class Consuming:
         """A request asks for a remote prefill."""
         request_id = request.request_id
         wanted = _Wanted(time.monotonic(), bool(CHILD.match(request_id)))
-        self._wanted[request_id] = wanted
+        self.wanted[request_id] = wanted
         self._ask(request, wanted, self._arrived)
         if wanted.over:
-            del self._wanted[request_id]
+            del self.wanted[request_id]
         elif wanted.ticket is None:
             self._seeking[request_id] = request
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        wanted = self._wanted.get(request.request_id)
+        wanted = self.wanted.get(request.request_id)
         if wanted is None or wanted.over or wanted.loading:
             return 0, False
         if not self._ask(request, wanted, self._loadable, computed):
@@ -260,7 +260,7 @@ class Consuming:
     # The rest of a request's life
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external: int) -> None:
-        wanted = self._wanted.get(request.request_id)
+        wanted = self.wanted.get(request.request_id)
         if wanted is None or wanted.over:
             return
         if external == 0:
@@ -305,7 +305,7 @@ class Consuming:
         """All workers have ended the loads of these requests, good or failed."""
         for request_id in request_ids:
             self.parts.spans.end("load", request_id, "failed" if request_id in failed else "")
-            wanted = self._wanted.get(request_id)
+            wanted = self.wanted.get(request_id)
             if wanted is None or not wanted.loading or wanted.ticket is None:
                 continue  # aborted meanwhile, or a sibling connector's
             wanted.over = True
@@ -320,7 +320,7 @@ class Consuming:
 
     def finished(self, request_id: str) -> None:
         """A request is over, however it ended."""
-        wanted = self._wanted.pop(request_id, None)
+        wanted = self.wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
             if wanted.loading:
                 self.parts.orders.cancels.append(request_id)
@@ -331,7 +331,7 @@ class Consuming:
 
     def reset(self) -> None:
         """Void all tickets: queued requests are computed here, loads under way are given up."""
-        for request_id, wanted in self._wanted.items():
+        for request_id, wanted in self.wanted.items():
             if not wanted.over:
                 if wanted.loading:
                     self.parts.orders.cancels.append(request_id)
@@ -363,12 +363,12 @@ class Consuming:
     @property
     def busy(self) -> bool:
         """Whether this engine has requests that asked for a remote prefill, loaded or not."""
-        return bool(self._wanted)
+        return bool(self.wanted)
 
     @property
     def queueing(self) -> bool:
         """Whether requests wait for their prefill elsewhere, or for blocks to load it into."""
-        return any(not one.over and not one.loading for one in self._wanted.values())
+        return any(not one.over and not one.loading for one in self.wanted.values())
 
     def give_way(self, *, still: bool) -> None:
         """Called once a step. `still`: it computes nothing, and this engine holds prompts.
@@ -376,7 +376,7 @@ class Consuming:
         If nothing loads either, the queued requests wait until other engines fetch what this one
         holds, and those engines may do the same.
         """
-        live = [(name, one) for name, one in self._wanted.items() if not one.over] if still else []
+        live = [(name, one) for name, one in self.wanted.items() if not one.over] if still else []
         queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
         now = time.monotonic()
         if not queued or any(one.loading for _, one in live):
@@ -387,20 +387,20 @@ class Consuming:
             self._still_since = now
             why = "no block came free here while its prefill engine may wait for blocks of ours"
             self._count_here(queued[0], ComputeHere("gave way", why, logging.INFO))
-            self._through(self._wanted[queued[0]])
+            self._through(self.wanted[queued[0]])
 
     def settle(self) -> None:
         """Called once a step: find producers, and give back tickets that no request needs."""
         now = time.monotonic()
         for request_id, request in list(islice(self._seeking.items(), MOST_FOUND)):
             del self._seeking[request_id]
-            wanted = self._wanted.get(request_id)
+            wanted = self.wanted.get(request_id)
             if wanted is None or wanted.over or self._ask(request, wanted, self._found):
                 continue
             self._seeking[request_id] = request  # behind the others
         for hold_id in [name for name, (_, at) in self._leaving.items() if at <= now]:
             ticket, _ = self._leaving.pop(hold_id)
-            live = [one.ticket for one in self._wanted.values() if one.ticket and not one.over]
+            live = [one.ticket for one in self.wanted.values() if one.ticket and not one.over]
             if all(one.hold_id != hold_id for one in live):
                 self._give_back(ticket)
         for named in list(self._unfound):

@@ -70,35 +70,35 @@ class Producing:
     _holders: Counter[int] = field(default_factory=Counter)  # requests that hold each block
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
-    _accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
+    accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
     _ends: dict[str, str] = field(default_factory=dict)  # of holds that some workers have closed
 
     def accept(self, request: Any) -> None:
         """Note a prompt to hand over. Its digest covers all of it; the prefill may stop earlier."""
         request_id = request.request_id
-        if request_id in self._accepted:
+        if request_id in self.accepted:
             return
         if self.second and request.kv_transfer_params.get(CUT):
-            self._accepted[request_id] = _Accepted(refusal=("cut", CUT_BEFORE))
+            self.accepted[request_id] = _Accepted(refusal=("cut", CUT_BEFORE))
         elif why := self.parts.prompts.unfit(request):
-            self._accepted[request_id] = _Accepted(refusal=("unfit", why))
+            self.accepted[request_id] = _Accepted(refusal=("unfit", why))
         elif request.prompt_token_ids:
             digest, lora = request_digest(request), self.parts.adapters.ask(request)
-            self._accepted[request_id] = _Accepted(digest, lora)
+            self.accepted[request_id] = _Accepted(digest, lora)
             self.parts.cut.stop_short(request)
 
     def scheduled(self, request_ids: Iterable[str]) -> int:
         """Count a step with these requests. Returns the step's number."""
         self.step += 1
-        for request_id in self._accepted.keys() & request_ids:
-            self._accepted[request_id].step = self.step
+        for request_id in self.accepted.keys() & request_ids:
+            self.accepted[request_id].step = self.step
         return self.step
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A prefill is over. Returns whether its blocks stay, and fields for its response."""
-        accepted = self._accepted.pop(request.request_id, None)
+        accepted = self.accepted.pop(request.request_id, None)
         try:
             name = transfer_name(request.kv_transfer_params, request.request_id, self.parts.style)
         except ProtocolError as error:

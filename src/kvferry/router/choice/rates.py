@@ -263,6 +263,11 @@ class FleetMeter:
             self._meters[engine] = EngineMeter(self._clock)
         return self._meters[engine]
 
+    @property
+    def names(self) -> list[str]:
+        """The engines that have a meter."""
+        return list(self._meters)
+
     def keep(self, engines: Iterable[str]) -> None:
         """Forget all engines but these."""
         wanted = set(engines)
