@@ -20,10 +20,9 @@ import uvicorn
 
 from kvferry.router.api import Limits
 from kvferry.router.app import StatusRoute, connections_of
-from kvferry.router.choice.choose import reason
-from kvferry.router.choice.model import Decision, Option
-from kvferry.router.guard import LIVE_STREAM
-from kvferry.router.page.live import (
+from kvferry.router.choice import Decision, Option, reason
+from kvferry.router.clients import LIVE_STREAM
+from kvferry.router.live import (
     CacheNow,
     EngineNow,
     LivePage,

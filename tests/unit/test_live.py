@@ -17,11 +17,11 @@ import httpx
 import msgspec
 import pytest
 
+from kvferry.router import live as live_module
 from kvferry.router.api import Answer, Limits
-from kvferry.router.choice.model import PARTS, Decision, Option
+from kvferry.router.choice import PARTS, Decision, Option
 from kvferry.router.guard import ClientGone
-from kvferry.router.page import live as live_module
-from kvferry.router.page.live import (
+from kvferry.router.live import (
     CacheNow,
     EngineNow,
     LiveState,

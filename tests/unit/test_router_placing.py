@@ -16,11 +16,11 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import RouterConfig
-from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.choice.model import Decision
-from kvferry.router.choice.rates import EngineMeter, EngineMetrics
+from kvferry.router.cache.index import Namespace, PromptChain
+from kvferry.router.choice import Decision
 from kvferry.router.flow import Router
 from kvferry.router.placing import RequestWay, read_metrics
+from kvferry.router.rates import EngineMeter, EngineMetrics
 from router_cluster import WHOLE, Cluster, FakeEngine, cluster, quick
 from waiting import wait_until
 

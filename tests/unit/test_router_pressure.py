@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvferry.router.api import ApiError, client_seconds
-from kvferry.router.fleet.turns import LineFull, RetryBudget, Turns
+from kvferry.router.guard import LineFull, RetryBudget, Turns
 from router_cluster import CHUNKS, QUICK, WHOLE, cluster, decoders, quick
 from waiting import wait_until
 

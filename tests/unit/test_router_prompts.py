@@ -17,7 +17,7 @@ import uvicorn
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Generation
 from kvferry.router.cache import prompts as prompts_module
-from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,

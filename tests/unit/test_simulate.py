@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import Rate
+from kvferry.router.choice import Rate
 from kvferry.simulate.engine import (
     CopyCost,
     EngineRates,

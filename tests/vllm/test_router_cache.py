@@ -27,9 +27,8 @@ from vllm.distributed.kv_events import (
 )
 
 from kvferry.router.api import Generation
-from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
-from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.index import CacheIndex, Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,

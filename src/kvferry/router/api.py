@@ -22,9 +22,9 @@ import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.names import at_port
+from kvferry.router.choice import Role
 
 Headers = list[tuple[bytes, bytes]]
-Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PARAMS = "kv_transfer_params"

@@ -35,19 +35,24 @@ from kvferry.router.api import (
     json_answer,
     request_id_of,
 )
-from kvferry.router.clients import ClientConnection, ClientRequest, Route, require_method
+from kvferry.router.clients import (
+    LIVE_STREAM,
+    ClientConnection,
+    ClientRequest,
+    Guard,
+    Route,
+    require_method,
+)
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
-    LIVE_STREAM,
     RETRY_SECONDS,
     ClientGone,
-    Guard,
     RequestMemory,
     read_body,
     require_short,
 )
-from kvferry.router.page.live import LivePage, LiveStream
+from kvferry.router.live import LivePage, LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
 from kvferry.router.spans import RequestSpans, sending
 from kvferry.units import require_port

@@ -64,8 +64,7 @@ from kvferry.router.api import (
     ticket_of,
 )
 from kvferry.router.cache.index import IndexStats
-from kvferry.router.choice.model import Decision, Option
-from kvferry.router.choice.rates import EngineMeter
+from kvferry.router.choice import Decision, Option
 from kvferry.router.clients import ClientRequest
 from kvferry.router.fleet.engines import (
     AnswerTooLong,
@@ -75,11 +74,11 @@ from kvferry.router.fleet.engines import (
     UpstreamEngine,
 )
 from kvferry.router.fleet.sources import Sources
-from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import MemoryLimit, Quota
+from kvferry.router.guard import LineFull, MemoryLimit, Quota, RetryBudget
 from kvferry.router.keys import EngineKey, Secrets
-from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
+from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
+from kvferry.router.rates import EngineMeter
 from kvferry.router.spans import RouterSpans
 
 OUTCOMES = (

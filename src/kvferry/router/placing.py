@@ -34,21 +34,19 @@ import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
-from kvferry.router.cache.chain import PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
-from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.index import CacheIndex, PromptChain
 from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
-from kvferry.router.choice.choose import place
-from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
-from kvferry.router.choice.rates import (
+from kvferry.router.choice import Decision, EngineView, Holding, PromptView, place
+from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
+from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
+from kvferry.router.rates import (
     EngineMeter,
     EngineMetrics,
     FleetMeter,
     PrefillVisit,
     StreamVisit,
 )
-from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
-from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
 
 log = logging.getLogger(__name__)
 

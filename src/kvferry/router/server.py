@@ -47,8 +47,7 @@ from uvicorn.config import STARTUP_FAILURE
 from kvferry.errors import DescriptionError
 from kvferry.net.keys import runtime_directory
 from kvferry.net.names import at_port
-from kvferry.router.clients import ClientConnection
-from kvferry.router.guard import Guard
+from kvferry.router.clients import ClientConnection, Guard
 
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvferry.errors import install_command
 from kvferry.router.api import Headers
-from kvferry.router.page.live import Placed
+from kvferry.router.live import Placed
 
 log = logging.getLogger(__name__)
 

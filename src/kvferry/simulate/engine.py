@@ -25,7 +25,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import EngineView, NotNegative, Positive, Rate, Role, Source
+from kvferry.router.choice import EngineView, NotNegative, Positive, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
 MEASURED = Path(__file__).parent / "h200-8b.json"

@@ -19,7 +19,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import NotNegative
+from kvferry.router.choice import NotNegative
 
 MOONCAKE_BLOCK_TOKENS = 512
 OUR_BLOCK_TOKENS = 64

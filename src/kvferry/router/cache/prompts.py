@@ -33,7 +33,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Headers
-from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,

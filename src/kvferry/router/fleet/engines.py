@@ -55,9 +55,8 @@ from kvferry.router.fleet.connections import (
     UnfitRequest,
     address_of_url,
 )
-from kvferry.router.fleet.turns import Turns
-from kvferry.router.guard import RequestMemory
-from kvferry.router.page.live import Placed
+from kvferry.router.guard import RequestMemory, Turns
+from kvferry.router.live import Placed
 from kvferry.router.spans import RequestSpans
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from kvferry.router.api import Answer, ApiError, Headers, Limits
-from kvferry.router.choice.model import PARTS, Decision
+from kvferry.router.choice import PARTS, Decision
 from kvferry.router.clients import ClientRequest, require_method
 from kvferry.router.guard import ClientGone, Quota
 

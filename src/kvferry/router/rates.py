@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.costs import CostLine, Fit
-from kvferry.router.choice.model import EngineView, Rate, Role
+from kvferry.router.choice import EngineView, Rate, Role
 
 Clock = Callable[[], float]
 
