@@ -29,7 +29,7 @@ from kvferry.router.api import (
 )
 from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
-from kvferry.router.guard import MemoryLimit, RequestMemory, address_of, read_body
+from kvferry.router.guard import Quota, RequestMemory, address_of
 from kvferry.router.placing import RequestWay
 from router_cluster import (
     CHUNKS,
@@ -528,59 +528,26 @@ def test_a_place_in_flight_is_for_requests_that_have_come_and_by_address() -> No
             assert b"".join(chunks) == b"".join(CHUNKS[1:])
 
 
-def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
+def test_memory_is_shared_by_address() -> None:
     free, mib = 64 << 10, 1 << 20
-    most = {"max_body_bytes": 2 * mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
-
-    async def run() -> None:
-        memory = MemoryLimit(quick(**most))
-        a, b, c = (RequestMemory(memory, address) for address in "abc")
-        a.add(free)
-        assert memory.taken == 0  # usual prompts always get in
-        a.add(2 * mib)
-        assert memory.taken == 4 * mib  # as it came, and as it goes
-        with pytest.raises(ApiError) as refused:
-            a.add(1)
-        answer = refused.value.answer
-        assert answer.status == 429 and b'"too_many_bytes"' in answer.body
-        b.add(free + 2 * mib)
-        async with asyncio.timeout(None) as deadline:
-            with b.upload(deadline), pytest.raises(ApiError) as refused:
-                c.add(free + 1)  # b's upload has just begun
-        answer = refused.value.answer
-        assert answer.status == 503 and b'"router_full"' in answer.body
-        for held in (a, b, c):
-            held.close()
-        assert memory.taken == 0
-
-        # Uploads that have begun long ago, and do not go on.
-        limits = quick(**most, progress_seconds=1.0)
-        memory = MemoryLimit(limits)
-        helds = [RequestMemory(memory, address) for address in "aabb"]
-
-        async def upload(held: RequestMemory) -> bytes:
-            parts = [b"x" * mib]
-
-            async def read() -> bytes:
-                return parts.pop() if parts else await asyncio.Future()
-
-            return await read_body([], read, held, limits)
-
-        uploads = [asyncio.create_task(upload(held)) for held in helds]
-        await asyncio.sleep(0)
-        for held in helds:
-            held.since -= 1.0
-        RequestMemory(memory, "c").add(free + mib)
-        RequestMemory(memory, "b").add(free + mib)
-        assert [held.dropped for held in helds] == ["all", None, "address", None]
-        for task, status in ((uploads[0], 503), (uploads[2], 429)):
-            with pytest.raises(ApiError) as refused:
-                await task
-            assert refused.value.answer.status == status
-        for task in uploads:
-            task.cancel()
-
-    asyncio.run(run())
+    memory = Quota(8 * mib, 0.5)
+    a, b, c = (RequestMemory(memory, address) for address in "abc")
+    a.add(free)
+    assert memory.taken == 0  # usual prompts always get in
+    a.add(2 * mib)
+    assert memory.taken == 4 * mib  # as it came, and as it goes
+    with pytest.raises(ApiError) as refused:
+        a.add(1)
+    answer = refused.value.answer
+    assert answer.status == 429 and b'"too_many_bytes"' in answer.body
+    b.add(free + 2 * mib)
+    with pytest.raises(ApiError) as refused:
+        c.add(free + 1)
+    answer = refused.value.answer
+    assert answer.status == 503 and b'"router_full"' in answer.body
+    for held in (a, b, c):
+        held.close()
+    assert memory.taken == 0
     for client, key in (
         (("10.0.0.1", 1), "10.0.0.1"),
         (("::ffff:10.0.0.1", 1), "10.0.0.1"),

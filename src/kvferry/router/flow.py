@@ -74,7 +74,7 @@ from kvferry.router.fleet.engines import (
     UpstreamEngine,
 )
 from kvferry.router.fleet.sources import Sources
-from kvferry.router.guard import LineFull, MemoryLimit, Quota, RetryBudget
+from kvferry.router.guard import LineFull, Quota, RetryBudget
 from kvferry.router.keys import EngineKey, Secrets
 from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
@@ -142,7 +142,7 @@ class Router:
                 "engine_key", config.engine_key_file, self.engine_key.use, secret=True
             )
         self.places = Quota(config.limits.max_in_flight, config.limits.address_share)
-        self.memory = MemoryLimit(config.limits)
+        self.memory = Quota(config.limits.max_held_bytes, config.limits.address_share)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
@@ -514,7 +514,7 @@ class _Trip:
                     self._prefilled_by = engine.url if self._ticket else None
                     if self._ticket:
                         self._ticket_from = engine
-                        fleet.ticket_taken(engine)
+                        engine.tickets += 1
                     if placement is not None:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]

@@ -100,85 +100,30 @@ class Quota:
             self.take(address, -1)
 
 
-class MemoryLimit(Quota):
-    """The memory for bodies and answers of all requests."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.max_held_bytes, limits.address_share)
-        self.uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
-        self._grace_seconds = limits.progress_seconds
-
-    def drop_oldest(self, lack: Lack, wanted_by: RequestMemory) -> bool:
-        """Drop the oldest unfinished body, of one address or of all; False if there is none.
-
-        A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
-        other, and none would ever be complete.
-        """
-        now = asyncio.get_running_loop().time()
-        for held in self.uploads:
-            if now - held.since < self._grace_seconds:
-                return False
-            fits = lack == "all" or held.address == wanted_by.address
-            if held.charged and held is not wanted_by and fits:
-                del self.uploads[held]
-                held.drop(lack)
-                return True
-        return False
-
-
 class RequestMemory:
-    """What one request holds of the memory for all bodies and answers."""
+    """What one request holds of the memory for all bodies and answers, which `memory` limits."""
 
-    def __init__(self, memory: MemoryLimit, address: str) -> None:
-        self.address = address
+    def __init__(self, memory: Quota, address: str) -> None:
         self.bytes = 0
-        self.charged = 0
-        self.dropped: Lack | None = None  # for want of this, another request has its memory
-        self.since = 0.0  # when its upload began, in the loop's time
-        self._memory = memory
-        self._deadline: asyncio.Timeout
+        self._memory, self._address = memory, address
+        self._charged = 0
 
     def add(self, count: int) -> None:
         """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
-        self.require_kept()
         self.bytes += count
-        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
-        while charge and (lack := self._memory.take(self.address, charge)):
-            if not self._memory.drop_oldest(lack, self):
-                raise self._refusal(lack)
-        self.charged += charge
-
-    @contextmanager
-    def upload(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Until the body is complete, another request may drop it, which ends its deadline."""
-        self._deadline, self.since = deadline, asyncio.get_running_loop().time()
-        self._memory.uploads[self] = None
-        try:
-            yield
-        finally:
-            self._memory.uploads.pop(self, None)
-
-    def drop(self, lack: Lack) -> None:
-        self.dropped = lack
-        self.close()
-        if not self._deadline.expired():
-            self._deadline.reschedule(self.since)
-
-    def require_kept(self) -> None:
-        """Raises ApiError if another request has its memory."""
-        if self.dropped:
-            raise self._refusal(self.dropped)
-
-    def close(self) -> None:
-        self._memory.take(self.address, -self.charged)
-        self.charged = 0
-
-    def _refusal(self, lack: Lack) -> ApiError:
+        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self._charged
+        lack = self._memory.take(self._address, charge) if charge else None
         if lack == "address":
             message = f"your address has {self._memory.most_each} bytes here; try again soon"
-            return ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
-        message = f"the router holds {self._memory.most} bytes, its most; try again soon"
-        return ApiError(503, "router_full", message, RETRY_SECONDS)
+            raise ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
+        if lack == "all":
+            message = f"the router holds {self._memory.most} bytes, its most; try again soon"
+            raise ApiError(503, "router_full", message, RETRY_SECONDS)
+        self._charged += charge
+
+    def close(self) -> None:
+        self._memory.take(self._address, -self._charged)
+        self._charged = 0
 
 
 class ClientGone(Exception):
@@ -220,19 +165,16 @@ async def read_body(
     size = fresh = 0  # fresh: bytes within the current progress_seconds
     try:
         async with asyncio.timeout_at(next_progress()) as deadline:
-            with held.upload(deadline):
-                while data := await read():
-                    size, fresh = size + len(data), fresh + len(data)
-                    if size > limits.max_body_bytes:
-                        raise too_large
-                    held.add(len(data))
-                    parts.append(data)
-                    if fresh >= limits.progress_bytes:
-                        deadline.reschedule(next_progress())
-                        fresh = 0
-            held.require_kept()
+            while data := await read():
+                size, fresh = size + len(data), fresh + len(data)
+                if size > limits.max_body_bytes:
+                    raise too_large
+                held.add(len(data))
+                parts.append(data)
+                if fresh >= limits.progress_bytes:
+                    deadline.reschedule(next_progress())
+                    fresh = 0
     except TimeoutError:
-        held.require_kept()
         timeout = ApiError(
             408,
             "request_timeout",

@@ -39,7 +39,7 @@ from kvferry.router.cache.index import CacheIndex, PromptChain
 from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
 from kvferry.router.choice import Decision, EngineView, Holding, PromptView, place
 from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
-from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
+from kvferry.router.fleet.engines import ChangeKind, Fleet, UpstreamEngine
 from kvferry.router.rates import (
     EngineMeter,
     EngineMetrics,
@@ -99,7 +99,7 @@ class Placer:
         self._followers: dict[str, _Follower] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
-        fleet.on_change(self._changed)
+        fleet.changed = self._changed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -171,15 +171,14 @@ class Placer:
 
     # Engines come and go
 
-    def _changed(self, change: FleetChange) -> None:
-        engine = change.engine
+    def _changed(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
         follower = self._followers.get(engine.url)
-        if change.kind == "removed":
+        if kind == "removed":
             self._unfollow(engine.url)
             self.index.remove(engine.url)
             self.prompts.forget(engine.url)
             self.meters.keep(e.url for e in self._fleet.engines)
-        elif change.kind == "up":
+        elif kind == "up":
             if self._fleet.get(engine.url) is not engine:
                 return  # it was removed while it was asked
             self.prompts.forget(engine.url)
@@ -188,7 +187,7 @@ class Placer:
                 follower.streams.restarted()
             else:
                 self.index.forget(engine.url)
-        elif change.kind in ("added", "changed") and self._running:
+        elif kind in ("added", "changed") and self._running:
             self._follow(engine.spec)
 
     def _follow(self, spec: EngineSpec) -> None:

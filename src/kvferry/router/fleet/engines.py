@@ -60,6 +60,7 @@ from kvferry.router.live import Placed
 from kvferry.router.spans import RequestSpans
 
 log = logging.getLogger(__name__)
+# What happened to an engine. `up` again after `down` may be another process.
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
@@ -67,14 +68,6 @@ PROBE = "probe"  # during which an engine may fail, besides requests
 _REMEMBERED = 5
 # A longer absence says nothing about the next one: somebody took the engine out.
 _LONGEST_START_SECONDS = 900.0
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """What happened to one engine. `up` again after `down` may be another process."""
-
-    kind: ChangeKind
-    engine: UpstreamEngine
 
 
 class UpstreamEngine:
@@ -297,7 +290,8 @@ class Fleet:
         self._clock = clock
         self._engines: dict[str, UpstreamEngine] = {}  # by URL
         self._in_turn: list[UpstreamEngine] = []  # the last one that was picked is last
-        self._listeners: list[Callable[[FleetChange], None]] = []
+        # Hears of each change, on the event loop; it must return at once.
+        self.changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None
         self._absences: dict[Role, deque[float]] = {
             role: deque(maxlen=_REMEMBERED) for role in ROLES
         }
@@ -323,10 +317,6 @@ class Fleet:
 
     def get(self, url: str) -> UpstreamEngine | None:
         return self._engines.get(url)
-
-    def on_change(self, listener: Callable[[FleetChange], None]) -> None:
-        """Call `listener` after each change, on the event loop; it must return at once."""
-        self._listeners.append(listener)
 
     def add(self, spec: EngineSpec) -> UpstreamEngine:
         """Add an engine, or take back one that drains. Raises DescriptionError."""
@@ -363,10 +353,8 @@ class Fleet:
     def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
         """Change roles, weight or event addresses of an engine, which keeps its requests."""
         if spec.url != engine.url:
-            raise DescriptionError(
-                f"an engine keeps its address: expected {engine.url}, found {spec.url}; add the "
-                "new address and remove the old one"
-            )
+            message = f"an engine keeps its address: expected {engine.url}, found {spec.url}"
+            raise DescriptionError(f"{message}; add the new address and remove the old one")
         if spec != engine.spec:
             engine.spec = spec
             log.info("engine %s is %s now", engine.url, engine.role)
@@ -405,11 +393,8 @@ class Fleet:
             # Later: the request may go to the engine now, before anything else runs.
             asyncio.get_running_loop().call_soon(self._left, engine)
 
-    def ticket_taken(self, engine: UpstreamEngine) -> None:
-        """A request holds a ticket of this engine, which must not be stopped before it is used."""
-        engine.tickets += 1
-
     def ticket_ended(self, engine: UpstreamEngine) -> None:
+        """A ticket of this engine was used, or never will be."""
         engine.tickets -= 1
         self._remove_if_drained(engine)
 
@@ -432,11 +417,7 @@ class Fleet:
             self.turns.give()
         elif not self.some_up("decode"):
             self.turns.stir()
-        for listener in self._listeners:
-            try:
-                listener(FleetChange(kind, engine))
-            except Exception:  # a listener's bug must not keep the fleet from changing
-                log.exception("a listener failed at %s of %s", kind, engine.url)
+        self.changed(engine, kind)
 
     # Which one is next
 
@@ -515,16 +496,17 @@ class Fleet:
             headers = [field for field in headers if field[0] != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         until = asyncio.get_running_loop().time() + seconds
-        asking = Asking(self, engine, asked)
+        asking = Asking(self, engine, asked, self._limits.chunk_seconds)
         try:
             try:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
                 asking.response = got
-                passed, status, rest = end_to_end(got.headers), got.status, None
+                passed, status = end_to_end(got.headers), got.status
+                rest: Asking | None = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
-                    rest = _Rest(engine, got, self._limits.chunk_seconds, asked)
+                    rest = asking
                 else:
                     content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
@@ -608,16 +590,18 @@ class Fleet:
 
 
 class Asking:
-    """A request at an engine, which counts there until it is closed.
+    """A request at an engine, which counts there until it is closed; of a stream, also its rest.
 
     If the answer is incomplete then, its connection is closed too, and the engine aborts.
     """
 
-    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
+    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "_seconds", "answer", "response")
 
-    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
+    def __init__(
+        self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming, chunk_seconds: float
+    ) -> None:
         self._fleet, self._engine, self._asked = fleet, engine, asked
-        self._held_before = asked.held.bytes
+        self._seconds, self._held_before = chunk_seconds, asked.held.bytes
         self.answer: Answer  # once it has come
         self.response: EngineAnswer | None = None
         engine.in_flight += 1
@@ -630,22 +614,13 @@ class Asking:
         if self.response is not None:
             self.response.close()
 
-
-@dataclass(slots=True)
-class _Rest:
-    """A stream after its first bytes."""
-
-    engine: UpstreamEngine
-    answer: EngineAnswer
-    seconds: float  # between two of its chunks, at most
-    asked: Incoming
-
     async def pass_on(self, sink: StreamSink) -> None:
-        """Raises EngineFailure."""
+        """The stream after its first bytes. Raises EngineFailure."""
+        assert self.response is not None
         try:
-            await self.answer.pass_on(sink, self.seconds)
+            await self.response.pass_on(sink, self._seconds)
         except _TROUBLE as error:
-            raise _failure(self.engine, error, self.seconds, str(self.asked)) from error
+            raise _failure(self._engine, error, self._seconds, str(self._asked)) from error
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
