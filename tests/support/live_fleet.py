@@ -19,13 +19,12 @@ import msgspec
 import uvicorn
 
 from kvferry.router.api import Limits
-from kvferry.router.app import StatusRoute, connections_of
+from kvferry.router.app import connections_of, status_route
 from kvferry.router.choice import Decision, Option, reason
 from kvferry.router.clients import LIVE_STREAM
 from kvferry.router.live import (
     CacheNow,
     EngineNow,
-    LivePage,
     LiveState,
     LiveStream,
     Placed,
@@ -177,11 +176,10 @@ class PageApp:
         self, fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
     ) -> None:
         self._live, self._traffic, self._limits = fleet.live, traffic, limits
-        page = LivePage(fleet.live)
         self._routes = {
-            "/": StatusRoute(page.page),
-            "/live": StatusRoute(page.state),
-            LIVE_STREAM: LiveStream(fleet.live, limits),
+            "/": status_route(fleet.live.page),
+            "/live": status_route(fleet.live.as_json),
+            LIVE_STREAM: LiveStream(fleet.live, limits).serve,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

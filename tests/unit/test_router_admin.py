@@ -548,9 +548,6 @@ def test_names_are_resolved_again_and_again() -> None:
             for lookup in list(sources.names._lookups.values()):
                 lookup.cancel()
             await asyncio.sleep(0)
-        with pytest.raises(DescriptionError, match="more than once"):
-            again = EngineSpec("dns://d.example:80", frozenset(["prefill"]), source="other")
-            sources.names.use("other", [again])
         sources.names.use(COMMAND_LINE, [])
         assert urls("decode") == urls("prefill") == []
 

@@ -37,7 +37,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from uvicorn.server import ServerState
@@ -56,6 +56,7 @@ from kvferry.router.http1 import (
 )
 
 log = logging.getLogger(__name__)
+Route = Callable[["ClientRequest"], Coroutine[Any, Any, None]]  # serves requests for one path
 
 # Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
 # request takes it; and that a client may send ahead while the router serves its request.
@@ -72,12 +73,6 @@ class Stage(enum.Enum):
     HEAD = enum.auto()
     BODY = enum.auto()
     SERVING = enum.auto()
-
-
-class Route(Protocol):
-    """Serves the requests for one path."""
-
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]: ...
 
 
 class ClientConnection(asyncio.Protocol):
@@ -275,7 +270,7 @@ class ClientRequest:
             self.answer(_not_served(404, self).answer)
             return
         tasks = connection.server_state.tasks
-        self.task = connection.loop.create_task(route.serve(self))
+        self.task = connection.loop.create_task(route(self))
         tasks.add(self.task)
         self.task.add_done_callback(tasks.discard)
 

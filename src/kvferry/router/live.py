@@ -10,8 +10,8 @@ The event loop feeds `LiveState` while it serves requests:
 
 Once a second `look` compares the engines with what they were. That gives the list of changes, the
 problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
-second for any number of readers. `LivePage` serves it at /live, and within the page at /;
-`LiveStream` as server-sent events, once a second. No viewer has a queue: one that reads slowly
+second for any number of readers. It is served at /live, within the page at /, and by `LiveStream`
+as server-sent events, once a second. No viewer has a queue: one that reads slowly
 misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
 
 The page is one file. Its policy allows its own style and script by their hashes, a connection back
@@ -343,6 +343,18 @@ class LiveState:
             self._snapshot_at = self._clock()
         return self._snapshot
 
+    async def as_json(self, request: ClientRequest) -> Answer:
+        """The answer to /live."""
+        kind = (b"content-type", b"application/json")
+        return Answer(200, [*_HEADERS, kind], self.snapshot())
+
+    async def page(self, request: ClientRequest) -> Answer:
+        """The answer to /."""
+        html = _SOURCE.replace(_STATE_MARK, _inside_html(self.snapshot()))
+        kind = (b"content-type", b"text/html; charset=utf-8")
+        policy = (b"content-security-policy", _POLICY.encode())
+        return Answer(200, [*_HEADERS, kind, policy], html.encode())
+
     def problems(self) -> list[Problem]:
         """The worst first, of equal ones the latest first."""
         worst: dict[str, int] = {"critical": 0, "warning": 1, "note": 2}
@@ -620,23 +632,6 @@ def _cut(text: str) -> str:
 
 
 # Serving it
-
-
-class LivePage:
-    """The pages / and /live of one router."""
-
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
-
-    async def state(self, request: ClientRequest) -> Answer:
-        kind = (b"content-type", b"application/json")
-        return Answer(200, [*_HEADERS, kind], self._live.snapshot())
-
-    async def page(self, request: ClientRequest) -> Answer:
-        html = _SOURCE.replace(_STATE_MARK, _inside_html(self._live.snapshot()))
-        kind = (b"content-type", b"text/html; charset=utf-8")
-        policy = (b"content-security-policy", _POLICY.encode())
-        return Answer(200, [*_HEADERS, kind, policy], html.encode())
 
 
 class LiveStream:

@@ -78,11 +78,26 @@ class PrefillVisit:
 
     def computed(self) -> None:
         """The engine has answered: with the prefill's answer, or with a first token."""
-        self.meter._computed(self)
+        meter = self.meter
+        if self not in meter._pending:
+            return
+        del meter._pending[self]
+        now = meter._last_end = meter._clock()
+        meter._works.append(self.work)
+        meter._done_work += self.work
+        meter._window_known &= self.known
+        if not meter._pending or now - meter._mark >= WINDOW_SECONDS:
+            if meter._window_known:
+                meter._prefill.add(meter._done_work, now - meter._mark, now)
+            meter._open_window(now)
 
     def dropped(self) -> None:
         """It failed, or its client is gone. Nothing is learned. Does nothing if it has ended."""
-        self.meter._dropped(self)
+        meter = self.meter
+        if self in meter._pending:
+            del meter._pending[self]
+            # The router cannot know how much of it was computed.
+            meter._open_window(meter._clock())
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +114,14 @@ class StreamVisit:
 
     def ended(self, events: int) -> None:
         """The stream is over. 0 or 1 events teach nothing. May be called again, in vain."""
-        self.meter._stream_ended(self, events)
+        meter = self.meter
+        if self not in meter._streams:
+            return
+        running = (self.running + meter.running) / 2
+        del meter._streams[self]
+        if self.began is not None and events > 1:
+            now = meter._clock()
+            meter._step.add(running, (now - self.began) / (events - 1), now)
 
 
 class EngineMeter:
@@ -217,37 +239,8 @@ class EngineMeter:
     def _fresh(self) -> bool:
         return self._told is not None and self._clock() - self._told_at <= STALE_SECONDS
 
-    # What visits report
-
     def _open_window(self, now: float) -> None:
         self._mark, self._done_work, self._window_known = now, 0.0, True
-
-    def _computed(self, visit: PrefillVisit) -> None:
-        if visit not in self._pending:
-            return
-        del self._pending[visit]
-        now = self._last_end = self._clock()
-        self._works.append(visit.work)
-        self._done_work += visit.work
-        self._window_known &= visit.known
-        if not self._pending or now - self._mark >= WINDOW_SECONDS:
-            if self._window_known:
-                self._prefill.add(self._done_work, now - self._mark, now)
-            self._open_window(now)
-
-    def _dropped(self, visit: PrefillVisit) -> None:
-        if visit in self._pending:
-            del self._pending[visit]
-            self._open_window(self._clock())  # how much of it was computed, the router cannot know
-
-    def _stream_ended(self, visit: StreamVisit, events: int) -> None:
-        if visit not in self._streams:
-            return
-        running = (visit.running + self.running) / 2
-        del self._streams[visit]
-        if visit.began is not None and events > 1:
-            now = self._clock()
-            self._step.add(running, (now - visit.began) / (events - 1), now)
 
 
 class FleetMeter:

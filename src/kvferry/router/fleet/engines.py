@@ -43,10 +43,10 @@ from kvferry.router.api import (
     EngineSpec,
     Headers,
     Limits,
-    Role,
     StreamSink,
     end_to_end,
 )
+from kvferry.router.choice import Role
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineAnswer,

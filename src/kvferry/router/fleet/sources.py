@@ -117,7 +117,6 @@ class Sources:
                 "decode" in s.roles for s in [*specs, *others, *self.names.of_others(source)]
             ):
                 raise DescriptionError(f"{path} leaves no decode engine; name one at least")
-            self.names.require_once(source, names)
             reconcile(self._fleet, source, engines)
             self.names.use(source, names)
 
@@ -228,17 +227,8 @@ class DnsNames:
         self._problems: dict[str, str] = {}
         self._lookups: dict[str, asyncio.Future[Iterable[str]]] = {}  # that take their time
 
-    def require_once(self, source: str, specs: Sequence[EngineSpec]) -> None:
-        """Refuse names that are named twice."""
-        for url, count in Counter(spec.url for spec in specs).items():
-            if count > 1 or any(spec.url == url for spec in self.of_others(source)):
-                raise DescriptionError(
-                    f"{url} is named more than once; name it once, with its roles"
-                )
-
     def use(self, source: str, specs: Sequence[EngineSpec]) -> None:
         """These are the names of one source from now on."""
-        self.require_once(source, specs)
         named = {spec.url: spec for spec in specs}
         for url in [u for u, spec in self._names.items() if spec.source == source]:
             if url not in named:
