@@ -203,7 +203,7 @@ def test_late_reports_of_a_removed_engine_leave_nothing_behind(place):
     fleet.remove(fleet.get("http://a"))
     way.first()
     way.ended()
-    late.prefill("http://a")
+    late.compute("http://a", decoded_elsewhere=True)
     late.decode("http://a", handed_over=False)
     late.ended()
     assert not placing.meters._meters and not placing.index.stats()

@@ -234,7 +234,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
         assert rendered.counts["asked"] == len(asked) - 1 and rendered.counts["remembered"] >= 7
     finally:
         for prompts in ways:
-            await prompts.close()
+            prompts.close()
         transport.close()
         await client.aclose()
         task.cancel()

@@ -500,7 +500,7 @@ class _Trip:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
                 asked.part("prefill", engine.url)
                 if placement is not None:
-                    placement.prefill(engine.url)
+                    placement.compute(engine.url, decoded_elsewhere=True)
                 asking = await fleet.ask(engine, asked, body, seconds, plain=True)
                 try:
                     got = asking.answer
@@ -547,20 +547,20 @@ class _Trip:
 
     async def _decode(self, engine: UpstreamEngine) -> None:
         """Pass one decode engine's answer to the client. Raises EngineFailure."""
-        asked, wanted = self._asked, self._wanted
+        asked, wanted, way, live = self._asked, self._wanted, self._placement, self._router.live
         streamed = wanted is None or wanted.streamed
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        if wanted is not None and asked.placed is None:  # without a choice by cost
-            why = next((said for said in asked.trail if said.startswith("decode-only")), "by load")
-            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
-            self._show(Decision(option, (), why))
+        handed_over = bool(self._ticket)
         asked.part("decode", engine.url)
-        placement, handed_over = self._placement, bool(self._ticket)
-        if placement is not None:
-            placement.decode(engine.url, handed_over=handed_over)
+        if way is not None:
+            if asked.placed is None:  # without a choice by cost
+                said = (step for step in asked.trail if step.startswith("decode-only"))
+                option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+                self._show(Decision(option, (), next(said, "by load")))
+            way.decode(engine.url, handed_over=handed_over)
         asking = await self._fleet.ask(engine, asked, body, seconds)
         try:
             got = asking.answer
@@ -568,30 +568,24 @@ class _Trip:
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
                 asked.part("stream")
-            if placement is not None and got.status == 200:
-                if got.rest is not None:
-                    placement.first()
-                    self._reply.saw = placement.saw
-                else:
-                    placement.saw(got.body)
-            if asked.placed is not None and placement is not None:
-                self._router.live.answered(
-                    asked.placed,
-                    placement.actual_seconds,
-                    prefill=self._prefilled_by if handed_over else None,
-                    decode=engine.url,
-                )
+            if way is None or asked.placed is None:
+                await self._send(got)
+                return
+            if got.status == 200 and got.rest is not None:
+                way.first()
+                self._reply.saw = way.saw
+            elif got.status == 200:
+                way.saw(got.body)
+            prefill = self._prefilled_by if handed_over else None
+            live.answered(asked.placed, way.actual_seconds, prefill=prefill, decode=engine.url)
             await self._send(got)
-            if placement is not None and got.status == 200:
-                placement.served(handed_over=handed_over)
-                if asked.placed is not None:
-                    self._router.live.served(asked.placed, placement.cached_tokens)
-                if placement.decision is not None and placement.actual_seconds is not None:
-                    expected, actual = (
-                        placement.decision.chosen.seconds,
-                        placement.actual_seconds,
-                    )
-                    asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
+            if got.status == 200:
+                way.served(handed_over=handed_over)
+                live.served(asked.placed, way.cached_tokens)
+                if way.decision is not None and way.actual_seconds is not None:
+                    expected = way.decision.chosen.seconds
+                    took = f"expected {expected:.3f} s, took {way.actual_seconds:.3f} s"
+                    asked.trail.append(took)
         finally:
             asking.close()
 

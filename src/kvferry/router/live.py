@@ -161,15 +161,6 @@ class Change(msgspec.Struct, frozen=True):
     good: bool
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """A request that failed."""
-
-    time: float
-    request_id: str
-    outcome: str
-    trail: str  # what the router did for it
-
-
 class Point(msgspec.Struct):
     """Five seconds of the curves."""
 
@@ -207,7 +198,7 @@ class LiveState:
         self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
         self._failed_probes = SlidingCounts[str](_HIT_SECONDS, clock)
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
-        self._failed: deque[Failure] = deque(maxlen=_FAILURES)
+        self._failed: deque[dict[str, object]] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
         self._point, self._point_begun = Point(), clock()  # the one that is being gathered
         self._point_times: deque[float] = deque(maxlen=_LATENCIES)
@@ -287,8 +278,8 @@ class LiveState:
         self._point.requests += 1
         if outcome in _FAILED:
             self._point.failed += 1
-            told = _cut("; ".join(trail))
-            self._failed.append(Failure(self._wall(), _cut(request_id), outcome, told))
+            failure = {"time": self._wall(), "request_id": _cut(request_id), "outcome": outcome}
+            self._failed.append(failure | {"trail": _cut("; ".join(trail))})
         if placed is not None:
             placed.outcome = outcome
 

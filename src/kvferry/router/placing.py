@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each request goes: the view of caches, what engines cost, the choice, and what came of it.
+"""Where each request goes: the view of caches, the costs of engines, the choice, its outcome.
 
 `Placer` belongs to one router. It follows the engines' events into the index, asks engines for
 their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it:
 
     look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
     choose    holdings and engines become a decision; again for each try, without what failed
-    prefill   the prompt is on its way to an engine: it counts there, and is believed to be held
+    compute   the prompt is on its way to an engine: it counts there, and is believed to be held
     decode    the request is on its way to the engine that answers
     first     its first byte came: expected and actual time are compared, rates are learned
     ended     whatever happened, nothing of it counts any more
@@ -27,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -96,7 +95,7 @@ class Placer:
         )
         self._fleet, self._limits = fleet, config.limits
         self._random = Random()
-        self._followers: dict[str, _Follower] = {}
+        self._followers: dict[str, EventStreams] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         fleet.changed = self._changed
@@ -115,11 +114,10 @@ class Placer:
             yield
         finally:
             self._running = False
-            tasks = [polling, *(follower.task for follower in self._followers.values())]
-            for task in tasks:
-                task.cancel()
+            tasks = [polling, *(streams.stop() for streams in self._followers.values())]
+            polling.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.prompts.close()
+            self.prompts.close()
 
     async def look(self, path: str, headers: Headers, wanted: Generation) -> RequestWay:
         """One request's placement, with its tokens if these are to be had."""
@@ -133,7 +131,7 @@ class Placer:
         return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
     def views(self) -> list[EngineView]:
-        """All engines, as the choice sees them now."""
+        """All engines, as the choice needs them."""
         now = time.monotonic()
         if now - self._usual_at > _RATES_SECONDS:
             self._usual, self._usual_at = self.meters.usual(), now
@@ -160,7 +158,7 @@ class Placer:
         return place(prompt, views, self._random)
 
     def meter(self, engine: str) -> EngineMeter:
-        """An engine's own, or one that nobody looks at if the engine was removed."""
+        """An engine's own. A removed engine has one that is not shown anywhere."""
         return self.meters[engine] if self._fleet.get(engine) is not None else EngineMeter()
 
     def sent(self, engine: str, chain: PromptChain) -> None:
@@ -172,7 +170,6 @@ class Placer:
     # Engines come and go
 
     def _changed(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
-        follower = self._followers.get(engine.url)
         if kind == "removed":
             self._unfollow(engine.url)
             self.index.remove(engine.url)
@@ -183,8 +180,8 @@ class Placer:
                 return  # it was removed while it was asked
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
-            if follower is not None:
-                follower.streams.restarted()
+            if (streams := self._followers.get(engine.url)) is not None:
+                streams.restarted()
             else:
                 self.index.forget(engine.url)
         elif kind in ("added", "changed") and self._running:
@@ -198,14 +195,12 @@ class Placer:
             return
         self._unfollow(spec.url)
         if source is not None:
-            streams = EventStreams(self.index, spec.url, source)
-            task = asyncio.create_task(streams.run())
-            self._followers[spec.url] = _Follower(source, streams, task)
+            streams = self._followers[spec.url] = EventStreams(self.index, spec.url, source)
+            streams.start()
 
     def _unfollow(self, url: str) -> None:
-        follower = self._followers.pop(url, None)
-        if follower is not None:
-            follower.task.cancel()
+        if (streams := self._followers.pop(url, None)) is not None:
+            streams.stop()
             self.index.forget(url)
 
     def _any_engine(self) -> UpstreamEngine | None:
@@ -235,7 +230,7 @@ class Placer:
             status, text = await self._fleet.transport.fetch(b"GET", at, _METRICS_BYTES, until)
             found = read_metrics(text) if 200 <= status < 300 else None
         except (NoConnection, BrokenAnswer, TimeoutError):
-            return  # probes say whether it is down
+            return  # whether it is down, probes find out
         except Exception:  # without the poll, nothing would be known of any engine's load
             log.exception("the metrics of %s broke the poll", engine.url)
             return
@@ -324,10 +319,6 @@ class RequestWay:
             f"expected-ms={chosen.seconds * 1000:.0f}; options={len(self.decision.options)}"
         ).encode()
 
-    def prefill(self, engine: str) -> None:
-        """The prompt goes to `engine` to be computed there and decoded elsewhere."""
-        self._compute(engine, decoded_elsewhere=True)
-
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
         self._unsure = None
@@ -341,7 +332,7 @@ class RequestWay:
         self._asked_at = time.monotonic()
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
-            self._compute(engine, decoded_elsewhere=False)
+            self.compute(engine, decoded_elsewhere=False)
         else:
             self._believe(engine)
 
@@ -397,7 +388,8 @@ class RequestWay:
             (h.tokens for h in self._holdings if h.engine == engine and h.tier == "gpu"), default=0
         )
 
-    def _compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
+    def compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
+        """The prompt goes to `engine` to be computed there."""
         self._drop_prefill()
         self._believe(engine)
         self._computed_on = engine
@@ -446,13 +438,6 @@ class RequestWay:
             # Nothing of what it was sent is there: it was started again, or emptied.
             index.emptied(engine)
             self._placing.sent(engine, chain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    source: EventSource
-    streams: EventStreams
-    task: asyncio.Task[None]
 
 
 def _number(text: bytes, most: float) -> float:

@@ -97,11 +97,12 @@ class RouterServer(uvicorn.Server):
         self._door: _Door | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        listen, taken = self._listen, None
+        listen, other = self._listen, None
+        mine: list[socket.socket] = []
         if listen.take_over and listen.port:
-            taken = await asyncio.to_thread(_take_over, listen)
+            mine, other = await asyncio.to_thread(_take_over, listen)
         try:
-            mine = taken.sockets if taken else _bind(listen.host, listen.port)
+            mine = mine or _bind(listen.host, listen.port)
         except OSError as error:
             hint = ""
             if error.errno == errno.EADDRINUSE:
@@ -118,8 +119,12 @@ class RouterServer(uvicorn.Server):
             self._door = _Door(_door_path(listen.host, port), mine, self._leave)
         except (OSError, DescriptionError) as error:
             log.warning("this router cannot hand its port over: %s", error)
-        if taken:
-            taken.say_ready()
+        if other is not None:
+            with other:
+                try:
+                    other.sendall(_READY)
+                except OSError as error:  # it ended, or gave up; the port is this router's too
+                    log.warning("the other router did not hear that this one is ready: %s", error)
         scheme = "http" if listen.tls_cert is None else "https"
         log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
 
@@ -168,24 +173,12 @@ def _door_path(host: str, port: int) -> Path:
     return runtime_directory() / f"router-{host.replace('/', '_') or '*'}-{port}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Another router's sockets, and the connection to it."""
+def _take_over(listen: Listen) -> tuple[list[socket.socket], socket.socket | None]:
+    """Ask the router with this port for its sockets. Called on a thread.
 
-    sockets: list[socket.socket]
-    door: socket.socket
-
-    def say_ready(self) -> None:
-        """Tell the other router that this one accepts connections now."""
-        with self.door:
-            try:
-                self.door.sendall(_READY)
-            except OSError as error:  # it ended, or gave up; the port is this router's too
-                log.warning("the other router did not hear that this one is ready: %s", error)
-
-
-def _take_over(listen: Listen) -> _Taken | None:
-    """Ask the router with this port for its sockets; None if there is none. Called on a thread."""
+    Returns them, and the connection on which to say that this router is ready; None: there is no
+    such router.
+    """
     door = socket.socket(socket.AF_UNIX)
     door.settimeout(_HAND_OVER_SECONDS)
     try:
@@ -200,9 +193,9 @@ def _take_over(listen: Listen) -> _Taken | None:
     except (OSError, DescriptionError) as error:
         door.close()
         log.warning("there is no router to take over from, this one listens by itself: %s", error)
-        return None
+        return [], None
     log.info("taking over from the router at port %d", listen.port)
-    return _Taken(taken, door)
+    return taken, door
 
 
 class _Door:

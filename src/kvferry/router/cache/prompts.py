@@ -9,10 +9,10 @@
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
 
-A prompt is asked for once, also if many requests have it at the same time, and is then remembered.
-Requests wait for it no longer than `seconds`. An engine that does not answer several times in a row
-is not asked for a while. In all these cases, and for images, embeddings, and several prompts in one
-request, there is no chain: the request is placed without a view of its prefix, and never refused.
+The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
+that fails several times in a row is not asked for a while. In all these cases, and for images,
+embeddings, and several prompts in one request, there is no chain: the request is placed without a
+view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 COUNTED = (
     "ids",  # the request has token ids
     "remembered",
-    "shared",  # with a request that asked for the same prompt just before
     "asked",
     "local",  # tokenized here
     "unsupported",  # such as images
@@ -99,7 +98,7 @@ class PromptChains:
         self._engines: dict[str, _Engine] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
-        self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
+        self._asked = 0  # prompts that are being asked for
 
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
@@ -132,38 +131,23 @@ class PromptChains:
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
         """The chain of a prompt; None if there is none in time. The engine may want the
         Authorization of the request's headers."""
-        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
-        while (shared := self._asking.get(key)) is not None:
-            try:
-                found = await asyncio.shield(shared)
-            except asyncio.CancelledError:
-                mine = asyncio.current_task()
-                if not shared.cancelled() or (mine is not None and mine.cancelling()):
-                    raise
-            else:
-                self.counts["shared"] += 1
-                return found
-            # the client that had asked is gone: the first of the others asks again
-        if len(self._asking) >= self._most_asked:
+        if self._asked >= self._most_asked:
             return self._without("busy")
         if not self._engine(engine).may_be_asked:
             return self._without("failed")
-        authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
-        # Not a task of its own: most prompts are asked for once.
-        answer = self._asking[key] = asyncio.get_running_loop().create_future()
+        until = asyncio.get_running_loop().time() + self._seconds
+        authorization = [(k, v) for k, v in headers if k == b"authorization"]
+        self._asked += 1
         try:
-            found = await self._find(engine, asked, authorization, until)
-            answer.set_result(found)
-            return found
+            return await self._find(engine, asked, authorization, until)
         finally:
-            del self._asking[key]
-            answer.cancel()  # it has no answer, if it is not done
+            self._asked -= 1
 
     def forget(self, engine: str) -> None:
         """An engine restarted or is gone: it may serve other models now."""
         self._engines.pop(engine, None)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
