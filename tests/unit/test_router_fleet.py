@@ -9,7 +9,7 @@ import pytest
 from kvferry.errors import DescriptionError
 from kvferry.router.api import EngineSpec
 from kvferry.router.fleet.engines import Fleet
-from router_cluster import QUICK, decoders, quick
+from router_cluster import QUICK, decoders
 
 
 def spec(name: str, *roles: str, **more: object) -> EngineSpec:
@@ -107,9 +107,3 @@ def test_weights_share_the_load() -> None:
 def test_specs_that_are_refused(more: dict, message: str) -> None:
     with pytest.raises(DescriptionError, match=message):
         EngineSpec(**{"url": "h", "roles": frozenset(["decode"])} | more)
-
-
-def test_a_fleet_is_bounded() -> None:
-    fleet = decoders("ab", quick(max_engines=2))
-    with pytest.raises(DescriptionError, match="raise max_engines"):
-        fleet.add(spec("c"))

@@ -58,8 +58,8 @@ from kvferry.router.http1 import (
 log = logging.getLogger(__name__)
 Route = Callable[["ClientRequest"], Coroutine[Any, Any, None]]  # serves requests for one path
 
-# Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
-# request takes it; and that a client may send ahead while the router serves its request.
+# One limit for three things: a read (asyncio's 256 KiB take the allocator long), the part of a body
+# that waits until the request takes it, and the bytes that a client may send ahead.
 _MOST_BYTES = 64 << 10
 LIVE_STREAM = "/live/stream"  # see `live`
 _MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
@@ -82,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
     routes: Mapping[str, Route]  # by path
     transport: asyncio.Transport
     stage: Stage | None = None  # None: not admitted, or lost
-    since = 0.0  # when the client last did what its stage asks for, in the loop's time
+    since = 0.0  # when the client last made progress in its stage, in the loop's time
 
     def __init__(self, server_state: ServerState, **_of_uvicorn: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class ClientConnection(asyncio.Protocol):
             self.opened()
 
     def admit(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
+        self.transport = cast(asyncio.Transport, transport)  # event loops have their own classes
         peer = transport.get_extra_info("peername")
         self.address = address_of(peer)
         self.guard.admit(self)
@@ -214,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
             self._read(data)
 
     def _refuse(self, error: HttpError) -> None:
-        """What comes is no HTTP: say so, if nothing else is being said, and close."""
+        """The bytes are no HTTP: answer so, unless an answer has begun, and close."""
         request = self.request
         self.request = None
         if request is not None and request.answered:  # a second answer would be the next request's
@@ -243,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class ClientRequest:
-    """One request of a client, and its answer."""
+    """A client's request, and its answer."""
 
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
         self.connection = connection
@@ -349,8 +349,8 @@ class ClientRequest:
                 lines.append((b"transfer-encoding", b"chunked"))
             else:  # the body ends with the connection
                 self.keeps = False
-        # A client that waits for 100 Continue may now send its body, or its next request. Nobody
-        # could tell which.
+        # A client that waits for 100 Continue may now send its body or its next request, and the
+        # router could not tell which.
         waits = self.head.continues and not self.head.body.whole
         self.keeps = self.keeps and not closes and not waits
         if not self.keeps and not closes:
@@ -420,7 +420,7 @@ def require_method(request: ClientRequest, methods: Collection[str]) -> None:
 
 
 def _not_served(status: int, request: ClientRequest) -> ApiError:
-    """There is no such path (404), or it has no such method (405)."""
+    """The error for an unknown path (404) or method (405)."""
     code = "not_found" if status == 404 else "method_not_allowed"
     message = f"{request.head.method} {request.path} is not served by the router"
     return ApiError(status, code, message)

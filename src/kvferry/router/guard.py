@@ -32,7 +32,7 @@ import anyio
 from kvferry.errors import KvferryError
 from kvferry.router.api import ApiError, Headers, Limits
 
-Lack = Literal["address", "all"]  # whose limit is reached
+Lack = Literal["address", "all"]  # which limit is reached
 
 # An engine's server may refuse long headers by closing the connection, which looks like a failed
 # engine. These limits are a guess at what engines take.
@@ -45,15 +45,14 @@ _COPIES = 2
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
 RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
-# From so many of the last requests that ended, the time until the next turn is estimated.
-_ENDS = 64
-# Nobody needs to ask again sooner or later than this.
+_ENDS = 64  # last requests that ended, from which the time until the next turn is estimated
+# Bounds of that estimate, which is a client's Retry-After.
 _SOONEST_SECONDS, _LATEST_SECONDS = 1.0, 60.0
 
 
 def address_of(client: tuple[Any, ...] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
-    if not client:  # it is gone already
+    if not client:  # the client has gone already
         return ""
     address = ipaddress.ip_address(str(client[0]).partition("%")[0])
     if address.version == 4:
@@ -89,7 +88,7 @@ class Quota:
 
     @contextmanager
     def place(self, address: str, what: str, code: str, later_seconds: float) -> Iterator[None]:
-        """One of them, for a while. `what` and `code` say what it is. Raises ApiError 429."""
+        """Take one for the time of a `with`. `what` and `code` name it. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
             message = f"{what}: {count}, the most allowed; try again soon"
@@ -209,7 +208,7 @@ class Turns:
         room: Callable[[Collection[Any]], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`room` says how many requests can go, besides to some engines."""
+        """`room` counts the requests that can go now, without those engines that it is given."""
         self._quota = Quota(most, share)
         self._room = room
         self._clock = clock

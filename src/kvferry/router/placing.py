@@ -57,7 +57,6 @@ CHOICES = (
 )
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
-_MOST_REQUESTS = 1_000_000  # at one engine, as its metrics may say
 # Name, labels and value of the samples that count. The pattern begins with fixed bytes, so that
 # other lines, which are hundreds, are passed over in C: else no stream would move for 0.5 ms.
 _SAMPLE = re.compile(
@@ -440,24 +439,19 @@ class RequestWay:
             self._placing.sent(engine, chain)
 
 
-def _number(text: bytes, most: float) -> float:
-    """From 0 to `most`, whatever an engine writes."""
-    try:
-        return min(most, max(0.0, float(text)))
-    except ValueError:
-        return 0.0
-
-
 def read_metrics(text: bytes) -> EngineMetrics | None:
-    """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
+    """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up.
+
+    Raises ValueError or OverflowError for values that are no numbers.
+    """
     sums: Counter[bytes] = Counter()
     usage: list[float] = []
     cache_tokens = block_tokens = 0
     for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
-            sums[name] += round(_number(value, _MOST_REQUESTS))
+            sums[name] += round(float(value))
         elif name == b"kv_cache_usage_perc":
-            usage.append(_number(value, 1.0))
+            usage.append(float(value))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
             block_tokens = sizes.get(b"block_size", 0)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines cost and how busy they are, learned from the requests of this router.
+"""The costs and the load of engines, learned from the requests of this router.
 
 - *Prefill*, by work (`Rate.work`). An engine computes prompts one after another, several in a step
-  if they are short. So what counts is a time in which prompts were waiting all along: the work that
-  was done in it, by its length. Such a time ends when no prompt waits, or after `WINDOW_SECONDS`.
-  What the engine does besides (decoding, other clients) makes prefill dearer, and is learned too.
+  if they are short. So a sample is a window in which prompts were waiting all along: the work done
+  in it, and its length. A window ends when no prompt waits, or after `WINDOW_SECONDS`. The engine's
+  other work (decoding, other clients) makes prefill slower, which is learned too.
 - *A decode step*, by running requests: a stream's seconds for each event after the first one.
 - *A hand-over*, by tokens: from the request to D until its first byte, less a decode step, if D had
   no prompts of its own to compute.
 
 Where prompts are too equal, or too short, to tell a fixed part from a slope, the slope is that of
-others as far as `MOST_FIXED_SECONDS` explain the rest. An engine of which too little is known costs
-what the others do, and without others what a Llama 8B costs on one H200 (docs/benchmarks.md).
+other engines as far as `MOST_FIXED_SECONDS` explain the rest. An engine with too few samples gets
+the costs of the others, or without others those of a Llama 8B on one H200 (docs/benchmarks.md).
 
-How busy an engine is, the router counts itself, at once. Requests of others are known from the
-engine's metrics: what these say beyond the router's own requests at that moment.
+The router counts its own requests at an engine. Requests of other clients are known from the
+engine's metrics: the requests there beyond the router's own at that moment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WINDOW_SECONDS = 2.0
 MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
 REFIT_SECONDS = 0.5  # a fit takes 0.1 ms, which not every request should pay for every engine
-# A hand-over that seems slow is not chosen, and so not seen again. What is known of it counts half
-# after this time without one, so that it is tried now and then.
+# A hand-over that seems slow is not chosen, and so not measured again. After this time without one,
+# the measurements count half, so that it is tried now and then.
 DOUBT_SECONDS = 60.0
 MEAN_OF = 32  # prompts, for the work of requests that are not this router's
 STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
@@ -52,7 +52,7 @@ OUTPUT_TOKENS = 256  # of an answer, until some were seen
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What an engine says of itself on /metrics."""
+    """An engine's own figures, from its /metrics."""
 
     running: int
     waiting: int
@@ -62,7 +62,7 @@ class EngineMetrics:
 
 
 def _doubted(learned: float, usual: float, trust: float) -> float:
-    """What is slower than usual, less so where it was long ago."""
+    """A learned value that is slower than usual, moved towards the usual one by lack of trust."""
     return usual + (learned - usual) * trust if learned > usual else learned
 
 
@@ -142,7 +142,7 @@ class EngineMeter:
         self._foreign_running = self._foreign_waiting = 0
         self._rates: _EngineRates | None = None
 
-    # What the router does
+    # Samples
 
     def prefill(
         self, tokens: int, cached: int, *, decoded_elsewhere: bool = False, known: bool = True
@@ -180,7 +180,7 @@ class EngineMeter:
         """Another process serves under this name: its load is gone, its speed likely the same."""
         self._told = None
 
-    # What it knows
+    # Results
 
     @property
     def running(self) -> int:
@@ -224,7 +224,7 @@ class EngineMeter:
         return fit.fixed + fit.slope * self.running
 
     def rates(self, usual: UsualRates) -> _EngineRates:
-        """What it costs, beside what engines usually do."""
+        """Its costs, with `usual` ones where it has too few samples."""
         if self._rates is None or self._rates.beside is not usual:
             step = self._step.fit_beside(usual.step.slope, MOST_FIXED_SECONDS) or usual.step
             prefill, receive = self.prefill_rate(usual.prefill), self.receive_rate(usual.receive)
@@ -232,7 +232,7 @@ class EngineMeter:
         return self._rates
 
     def fits(self) -> _Fits:
-        """What is learned of it; None: not enough was seen."""
+        """The learned lines; None for those with too few samples."""
         return _Fits(self._prefill.fit(), self._step.fit(), self._receive.fit())
 
     @property
@@ -303,7 +303,7 @@ class FleetMeter:
         )
 
     def usual(self) -> UsualRates:
-        """What engines cost of which little is known: the median of the others."""
+        """The costs of an engine with too few samples: the median of the others."""
         fits = [meter.fits() for meter in self._meters.values()]
         return UsualRates(
             _median((f.prefill for f in fits), _DEFAULT.prefill),
@@ -321,9 +321,9 @@ class _Fits:
 
 @dataclass(frozen=True, slots=True)
 class _EngineRates:
-    """What one engine costs."""
+    """The costs of one engine."""
 
-    beside: UsualRates  # what others cost, where too little is known of it
+    beside: UsualRates  # that these were worked out with
     prefill: Rate
     step: Fit  # by running requests
     receive: Rate
@@ -331,7 +331,7 @@ class _EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class UsualRates:
-    """What an engine costs until more is known of it."""
+    """The costs of an engine until it has samples of its own."""
 
     prefill: Fit
     step: Fit

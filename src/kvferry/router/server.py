@@ -15,9 +15,9 @@ one for them at a Unix socket of this user:
     accepts connections, says "ready" -->
                                             stops accepting, drains, ends
 
-Both have the same sockets, with one queue of connections. So there is no moment in which nobody
-listens, and no connection is lost in a queue that goes. If the new router fails before it is ready,
-nothing has happened to the old one.
+Both have the same sockets, with one queue of connections. So one of them listens at any moment, and
+no connection is lost in a closed queue. If the new router fails before it is ready, the old one
+goes on.
 
 With TLS, a connection counts, and has its deadline, before the handshake: a client that connects
 and says nothing takes one place among connections, like any other.
@@ -52,7 +52,7 @@ from kvferry.router.clients import ClientConnection, Guard
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"
 _READY = b"ready"
-_MAX_SOCKETS = 16  # that one name to listen on has
+_MAX_SOCKETS = 16  # for the addresses of one host name
 _HAND_OVER_SECONDS = 30.0  # for either side of a hand-over to do its part
 _LINGER_SECONDS = 1.0  # for which idle connections stay when the router drains
 _POLL_SECONDS = 0.05
@@ -169,7 +169,7 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _door_path(host: str, port: int) -> Path:
-    """Where the router with this port can be asked for it. Raises DescriptionError."""
+    """The Unix socket of the router that has this port. Raises DescriptionError."""
     return runtime_directory() / f"router-{host.replace('/', '_') or '*'}-{port}"
 
 

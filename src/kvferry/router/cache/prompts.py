@@ -2,9 +2,9 @@
 """The tokens of a request, as its engine will see them.
 
     token ids      are taken as they are
-    text, chats    an engine is asked: `/render` does with the request what the engine will do.
-                   vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
-                   own tokenizer does it here, when the router was given one
+    text, chats    the router asks an engine: `/render` prepares the request as the engine will.
+                   vLLM has it with `--enable-scale-out`; otherwise `/tokenize`. Or the router runs
+                   the model's own tokenizer, if it was given one
 
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
@@ -55,19 +55,19 @@ COUNTED = (
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
-_REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
-_RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
+_REFRESH_SECONDS = 5.0  # between two requests for an engine's models, while a name is missing
+_RECHECK_SECONDS = 60.0  # until a route that an engine did not have is tried again
 _MOST_ANSWER_BYTES = 64 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-# Of a request, what its tokens depend on.
+# The fields of a request that its tokens depend on.
 _FIELDS = (
     *("model", "prompt", "messages", "tools", "tool_choice", "documents", "reasoning_effort"),
     *("include_reasoning", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens"),
     *("truncation_side", "suffix"),
 )
-# What a chat's `/tokenize` takes. It gets the others through `chat_template_kwargs`.
+# The fields that `/tokenize` takes for a chat. It gets the others in `chat_template_kwargs`.
 _TOKENIZE_CHAT = (
     *("model", "messages", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens"),
@@ -272,8 +272,8 @@ class PromptChains:
 class LocalTokenizer:
     """A model's own tokenizer and chat template, from its folder.
 
-    It does what vLLM does for texts, and for chats whose messages are texts. It never runs a
-    template that a client sends.
+    It tokenizes texts, and chats whose messages are texts, as vLLM does. It never runs a template
+    that a client sends.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -292,7 +292,7 @@ class LocalTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def tokens(self, asked: AskedPrompt) -> list[int] | None:
-        """None for what only an engine can do. Raises ValueError."""
+        """None: only an engine can tokenize this prompt. Raises ValueError."""
         work = self._chat if asked.path == CHAT else self._text
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
@@ -334,7 +334,7 @@ class LocalTokenizer:
 
 @dataclass(slots=True)
 class _Engine:
-    """What is known of an engine that is asked for tokens."""
+    """One engine that is asked for tokens."""
 
     url: str
     parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
@@ -362,16 +362,16 @@ class _Engine:
 
 
 class _Broken(Exception):
-    """An engine's answer is of no use."""
+    """An engine's answer cannot be used."""
 
 
 class AskedPrompt:
-    """What a request says about its prompt."""
+    """The prompt of a request, before it is tokenized."""
 
     __slots__ = ("fields", "key", "model", "path", "salt", "supported", "token_ids", "truncated")
 
     def __init__(self, path: str, every: Mapping[str, msgspec.Raw]) -> None:
-        """`every`: field of the request. Raises msgspec.DecodeError."""
+        """`every`: all fields of the request. Raises msgspec.DecodeError."""
         self.path = path
         self.key = b""
         self.fields = {
@@ -406,7 +406,7 @@ class AskedPrompt:
         return None if raw is None else msgspec.json.decode(raw)
 
     def template_values(self) -> dict[str, Any]:
-        """What a chat template gets besides messages and tools, by vLLM's rules."""
+        """The values that vLLM gives a chat template besides messages and tools."""
         values = {name: self.value(name) for name in _TEMPLATE_FIELDS if name in self.fields}
         if "reasoning_effort" in values:
             values["enable_thinking"] = values["reasoning_effort"] != "none"

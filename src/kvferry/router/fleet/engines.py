@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet: which engines there are, which are up, which one is next, and HTTP to them.
+"""The fleet: its engines, their health and load, the choice by load, and HTTP to them.
 
 An engine has one role or both. It is added, changed, drained and removed while the router runs:
 
@@ -64,9 +64,8 @@ log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
-# Of how many absences the usual one is the median.
-_REMEMBERED = 5
-# A longer absence says nothing about the next one: somebody took the engine out.
+_REMEMBERED = 5  # absences, whose median is the usual one
+# A longer absence says nothing about the next one: an operator took the engine out.
 _LONGEST_START_SECONDS = 900.0
 
 
@@ -80,7 +79,7 @@ class UpstreamEngine:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None,
     ) -> None:
-        """`changed` hears when the engine goes up or down."""
+        """`changed` is called when the engine goes up or down."""
         self.spec = spec
         self.draining: AfterDrain | None = None  # what comes after it, while it drains
         self.removed = False
@@ -136,7 +135,7 @@ class UpstreamEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether stopping it would disturb no request of this router."""
+        """Whether it can be stopped without disturbing a request of this router."""
         return not (self.in_flight or self.reserved or self.tickets)
 
     def answered(self) -> bool:
@@ -226,7 +225,7 @@ class Incoming:
     path: str
     headers: Headers  # that engines get, with Authorization: never log them
     held: RequestMemory
-    client: str = ""  # whose turn it is, and whose share of the line is taken
+    client: str = ""  # address or key, for turns and shares of the line
     trail: list[str] = field(default_factory=list)  # for the log
     placed: Placed | None = None  # for the page, as soon as engines are chosen
     spans: RequestSpans | None = None  # None: the router sends no traces
@@ -284,7 +283,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         ca_file: Path | None = None,
     ) -> None:
-        """`ca_file`: who signs the engines' certificates, where it is not one of the usual ones."""
+        """`ca_file`: authorities that sign the engines' certificates; None: the system's."""
         self.turns = Turns(limits.max_queued, limits.address_share, self._decode_room, clock)
         self._limits = limits
         self._clock = clock
@@ -305,7 +304,7 @@ class Fleet:
             if not spec.is_name:
                 self.add(spec)
 
-    # Who is there
+    # Members
 
     @property
     def engines(self) -> list[UpstreamEngine]:
@@ -332,7 +331,6 @@ class Fleet:
             log.info("%s engine %s gets requests again", engine.role, engine.url)
             self._tell(engine, "changed")
             return engine
-        self.require_space(1)
         engine = UpstreamEngine(spec, self._limits, self._clock, self._tell)
         self._engines[spec.url] = engine
         self._in_turn.append(engine)
@@ -341,14 +339,6 @@ class Fleet:
         if self._running:
             self._start_probing(engine, at_once=True)
         return engine
-
-    def require_space(self, count: int) -> None:
-        """Raises DescriptionError if the fleet cannot have so many more engines."""
-        if count and len(self._engines) + count > self._limits.max_engines:
-            raise DescriptionError(
-                f"the fleet has {len(self._engines)} engines, and can have "
-                f"{self._limits.max_engines}; raise max_engines"
-            )
 
     def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
         """Change roles, weight or event addresses of an engine, which keeps its requests."""
@@ -419,7 +409,7 @@ class Fleet:
             self.turns.stir()
         self.changed(engine, kind)
 
-    # Which one is next
+    # Choice by load
 
     def some_up(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> bool:
         return any(engine.open and engine not in besides for engine in self.with_role(role))
@@ -624,7 +614,7 @@ class Asking:
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """What verifies engines' certificates. Raises DescriptionError."""
+    """The TLS context that verifies engines' certificates. Raises DescriptionError."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:

@@ -74,7 +74,6 @@ def reconcile(fleet: Fleet, source: str, wanted: Sequence[EngineSpec]) -> None:
             raise DescriptionError(
                 f"the engine {url} is named by {there.spec.source} and by {source}; name it once"
             )
-    fleet.require_space(sum(fleet.get(url) is None for url in urls))
     for spec in wanted:
         engine = fleet.get(spec.url)
         if engine is None or engine.draining == "remove":
