@@ -54,7 +54,7 @@ from kvferry.router.guard import (
 )
 from kvferry.router.live import LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
-from kvferry.router.spans import RequestSpans, sending
+from kvferry.router.spans import RequestSpans, RouterSpans
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class RouterApp:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         router = self.router
-        with sending() as router.spans:
+        router.spans = RouterSpans.from_environment()
+        try:
             async with (
                 router.sources.running(),
                 router.fleet.running(),
@@ -106,6 +107,9 @@ class RouterApp:
                 router.live.looking(),
             ):
                 yield
+        finally:
+            if router.spans is not None:
+                router.spans.close()
 
 
 def connections_of(

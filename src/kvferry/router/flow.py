@@ -188,7 +188,8 @@ STARTING_SECONDS = 600.0
 
 
 def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
-    since, fits = engine.down_since, meter.fits()
+    since, running = engine.down_since, meter.running
+    prefill, step = meter.prefill_line.fit(), meter.step_line.fit()
     down = None if since is None else time.monotonic() - since
     decodes = "decode" in engine.roles
     cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
@@ -205,10 +206,10 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         failures=engine.failures - engine.failed_probes,
         failed_probes=engine.failed_probes,
         waiting_tokens=max(0, round(meter.waiting_work)),
-        running=meter.running if decodes else None,
-        prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
+        running=running if decodes else None,
+        prefill_tokens_per_second=1 / prefill.slope if prefill else None,
         # An idle engine makes no steps.
-        step_ms=1000 * meter.step_seconds(fits.step) if fits.step and meter.running else None,
+        step_ms=1000 * (step.fixed + step.slope * running) if step and running else None,
         cache=cache,
     )
 

@@ -83,18 +83,20 @@ def read_request(head: bytes) -> RequestHead:
     first = _REQUEST.fullmatch(line)
     if first is None:
         raise HttpError("the first line must be a method, a target and HTTP/1.1")
-    headers, said = _fields(block)
-    is_1_1 = first[3] == b"1"
-    hosts = said.hosts
+    headers, length, chunked, closes = _fields(block)
+    is_1_1, hosts, expects = first[3] == b"1", 0, False
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"expect":
+            expects |= is_1_1 and value.lower() == b"100-continue"
     if hosts > 1 or (is_1_1 and not hosts):
         raise HttpError(f"a request must have one Host header; this one has {hosts}")
-    if said.chunked and not is_1_1:
+    if chunked and not is_1_1:
         raise HttpError("HTTP/1.0 has no Transfer-Encoding")
-    body = Body(said.chunked, said.length or 0, _MAX_SMALL_CHUNKS)
-    expects = is_1_1 and any(k == b"expect" and v.lower() == b"100-continue" for k, v in headers)
-    return RequestHead(
-        first[1].decode(), first[2], headers, is_1_1 and not said.closes, is_1_1, expects, body
-    )
+    body = Body(chunked, length or 0, _MAX_SMALL_CHUNKS)
+    keeps = is_1_1 and not closes
+    return RequestHead(first[1].decode(), first[2], headers, keeps, is_1_1, expects, body)
 
 
 def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
@@ -103,15 +105,15 @@ def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
     first = _STATUS.fullmatch(line)
     if first is None:
         raise HttpError(f"illegal status line {line[:40]!r}")
-    headers, said = _fields(block)
+    headers, length, chunked, closes = _fields(block)
     status, is_1_1 = int(first[2]), first[1] == b"1"
     if status == 101:
         raise HttpError("an upgrade that was not asked for")
     if to_head or status < 200 or status in (204, 304):
         body = Body(False, 0)
     else:
-        body = Body(said.chunked, math.inf if said.length is None else said.length)
-    return AnswerHead(status, headers, is_1_1 and not said.closes, body)
+        body = Body(chunked, math.inf if length is None else length)
+    return AnswerHead(status, headers, is_1_1 and not closes, body)
 
 
 def write_head(first: bytes, headers: Headers) -> bytes:
@@ -231,37 +233,27 @@ class Body:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
 
 
-@dataclass(slots=True)
-class _Said:
-    """What headers say about the message itself."""
-
-    length: int | None = None
-    chunked: bool = False
-    closes: bool = False
-    hosts: int = 0
-
-
-def _fields(block: bytes) -> tuple[Headers, _Said]:
+def _fields(block: bytes) -> tuple[Headers, int | None, bool, bool]:
+    """The headers; the length that they give, whether there are chunks, whether the sender closes
+    the connection. Raises HttpError."""
     if _FIELDS.fullmatch(block) is None:
         raise HttpError("a header is a name, a colon and a value without control characters")
     headers: Headers = []
-    said = _Said()
+    length, chunked, closes = None, False, False
     for line in block.split(b"\r\n")[:-1]:
         name, _, value = line.partition(b":")
         name, value = name.lower(), value.strip(b" \t")
         headers.append((name, value))
         if name == b"content-length":
-            if said.length is not None or not value.isdigit() or len(value) > 18:
+            if length is not None or not value.isdigit() or len(value) > 18:
                 raise HttpError("Content-Length must be one number, said once")
-            said.length = int(value)
+            length = int(value)
         elif name == b"transfer-encoding":
-            if said.chunked or value.lower() != b"chunked":
+            if chunked or value.lower() != b"chunked":
                 raise HttpError("the only Transfer-Encoding that is understood is chunked, once")
-            said.chunked = True
+            chunked = True
         elif name == b"connection":
-            said.closes |= b"close" in value.lower()
-        elif name == b"host":
-            said.hosts += 1
-    if said.chunked and said.length is not None:
+            closes |= b"close" in value.lower()
+    if chunked and length is not None:
         raise HttpError("Content-Length and Transfer-Encoding contradict each other")
-    return headers, said
+    return headers, length, chunked, closes

@@ -61,6 +61,18 @@ class EngineMetrics:
     block_tokens: int = 0  # of one block; 0: it does not say
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """The costs of one engine, learned or usual."""
+
+    prefill: Rate
+    step: Fit  # by running requests
+    receive: Rate  # a hand-over to it
+
+
+_DEFAULT = EngineCosts(PREFILL, Fit(STEP_SECONDS, STEP_GROWTH_SECONDS), TRANSFER)
+
+
 def _doubted(learned: float, usual: float, trust: float) -> float:
     """A learned value that is slower than usual, moved towards the usual one by lack of trust."""
     return usual + (learned - usual) * trust if learned > usual else learned
@@ -88,7 +100,7 @@ class PrefillVisit:
         meter._window_known &= self.known
         if not meter._pending or now - meter._mark >= WINDOW_SECONDS:
             if meter._window_known:
-                meter._prefill.add(meter._done_work, now - meter._mark, now)
+                meter.prefill_line.add(meter._done_work, now - meter._mark, now)
             meter._open_window(now)
 
     def dropped(self) -> None:
@@ -121,7 +133,7 @@ class StreamVisit:
         del meter._streams[self]
         if self.began is not None and events > 1:
             now = meter._clock()
-            meter._step.add(running, (now - self.began) / (events - 1), now)
+            meter.step_line.add(running, (now - self.began) / (events - 1), now)
 
 
 class EngineMeter:
@@ -129,9 +141,9 @@ class EngineMeter:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._prefill = CostLine(FORGET_SECONDS, REFIT_SECONDS)
-        self._step = CostLine(FORGET_SECONDS, REFIT_SECONDS)
-        self._receive = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.prefill_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.step_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.receive_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
         self._pending: dict[PrefillVisit, None] = {}  # the oldest first
         self._streams: dict[StreamVisit, None] = {}
         self._works: deque[float] = deque(maxlen=MEAN_OF)
@@ -140,7 +152,7 @@ class EngineMeter:
         self._told: EngineMetrics | None = None
         self._told_at = 0.0
         self._foreign_running = self._foreign_waiting = 0
-        self._rates: _EngineRates | None = None
+        self._costs = self._beside = _DEFAULT  # its own, and the usual ones beside which they hold
 
     # Samples
 
@@ -165,8 +177,9 @@ class EngineMeter:
     def received(self, tokens: int, seconds: float) -> None:
         """A hand-over was answered while no prompt of its own kept the engine."""
         if not self._pending:
-            step = self.step_seconds(_DEFAULT.step)
-            self._receive.add(tokens, seconds - step, self._clock())
+            step = self._costs.step
+            seconds -= step.fixed + step.slope * self.running
+            self.receive_line.add(tokens, seconds, self._clock())
 
     def told(self, metrics: EngineMetrics) -> None:
         """The engine's metrics came in."""
@@ -192,10 +205,7 @@ class EngineMeter:
         if self._fresh and self._foreign_waiting and self._works:
             work += self._foreign_waiting * statistics.fmean(self._works)
         if self._pending:
-            first = next(iter(self._pending))
-            rate = (
-                self.prefill_rate(_DEFAULT.prefill) if self._rates is None else self._rates.prefill
-            )
+            first, rate = next(iter(self._pending)), self._costs.prefill
             spent = self._clock() - max(first.since, self._last_end) - rate.fixed_seconds
             work -= min(first.work, max(0.0, spent) / rate.token_seconds)
         return work
@@ -204,36 +214,23 @@ class EngineMeter:
     def metrics(self) -> EngineMetrics | None:
         return self._told if self._fresh else None
 
-    def prefill_rate(self, otherwise: Fit) -> Rate:
-        fit = self._prefill.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
-
-    def receive_rate(self, otherwise: Fit) -> Rate:
-        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS)
-        if fit is None:
-            return Rate(otherwise.fixed, otherwise.slope)
-        trust = 0.5 ** ((self._clock() - self._receive.latest) / DOUBT_SECONDS)
-        return Rate(
-            _doubted(fit.fixed, TRANSFER.fixed_seconds, trust),
-            _doubted(fit.slope, TRANSFER.token_seconds, trust),
-        )
-
-    def step_seconds(self, otherwise: Fit) -> float:
-        """Of a step with the requests that run now."""
-        fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return fit.fixed + fit.slope * self.running
-
-    def rates(self, usual: UsualRates) -> _EngineRates:
-        """Its costs, with `usual` ones where it has too few samples."""
-        if self._rates is None or self._rates.beside is not usual:
-            step = self._step.fit_beside(usual.step.slope, MOST_FIXED_SECONDS) or usual.step
-            prefill, receive = self.prefill_rate(usual.prefill), self.receive_rate(usual.receive)
-            self._rates = _EngineRates(usual, prefill, step, receive)
-        return self._rates
-
-    def fits(self) -> _Fits:
-        """The learned lines; None for those with too few samples."""
-        return _Fits(self._prefill.fit(), self._step.fit(), self._receive.fit())
+    def costs(self, usual: EngineCosts) -> EngineCosts:
+        """Its costs, with the usual ones where it has too few samples. Computed once for each
+        `usual`."""
+        if self._beside is usual:
+            return self._costs
+        prefill, receive, most = usual.prefill, usual.receive, MOST_FIXED_SECONDS
+        step = self.step_line.fit_beside(usual.step.slope, most) or usual.step
+        if fit := self.prefill_line.fit_beside(prefill.token_seconds, most):
+            prefill = _prefill_rate(fit)
+        if fit := self.receive_line.fit_beside(receive.token_seconds, most):
+            trust = 0.5 ** ((self._clock() - self.receive_line.latest) / DOUBT_SECONDS)
+            receive = Rate(
+                _doubted(fit.fixed, TRANSFER.fixed_seconds, trust),
+                _doubted(fit.slope, TRANSFER.token_seconds, trust),
+            )
+        self._costs, self._beside = EngineCosts(prefill, step, receive), usual
+        return self._costs
 
     @property
     def _fresh(self) -> bool:
@@ -278,13 +275,12 @@ class FleetMeter:
         up: bool = True,
         draining: bool = False,
         pooled: bool = False,
-        usual: UsualRates | None = None,
+        usual: EngineCosts | None = None,
     ) -> EngineView:
-        """An engine as the choice sees it. `pooled`: it reads the pool. The engine's own rates are
-        worked out once for each `usual`."""
-        meter, usual = self[engine], usual or self.usual()
-        metrics, running, rates = meter.metrics, meter.running, meter.rates(usual)
-        step = rates.step
+        """An engine as the choice sees it. `pooled`: it reads the pool."""
+        meter = self[engine]
+        metrics, running, costs = meter.metrics, meter.running, meter.costs(usual or self.usual())
+        step = costs.step
         return EngineView(
             name=engine,
             roles=roles,
@@ -292,61 +288,35 @@ class FleetMeter:
             draining=draining,
             waiting_tokens=max(0, round(meter.waiting_work)),
             running=running,
-            prefill=rates.prefill,
+            prefill=costs.prefill,
             step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
             cache_tokens=0 if metrics is None else metrics.cache_tokens,
             waiting=0 if metrics is None else metrics.waiting,
             step_growth_seconds=step.slope,
-            receive=rates.receive,
+            receive=costs.receive,
             pool=POOL_LOAD if pooled else None,
         )
 
-    def usual(self) -> UsualRates:
+    def usual(self) -> EngineCosts:
         """The costs of an engine with too few samples: the median of the others."""
-        fits = [meter.fits() for meter in self._meters.values()]
-        return UsualRates(
-            _median((f.prefill for f in fits), _DEFAULT.prefill),
-            _median((f.step for f in fits), _DEFAULT.step),
-            _median((f.receive for f in fits), _DEFAULT.receive),
+        meters, default = self._meters.values(), _DEFAULT
+        prefill = _median(meter.prefill_line.fit() for meter in meters)
+        step = _median(meter.step_line.fit() for meter in meters)
+        receive = _median(meter.receive_line.fit() for meter in meters)
+        return EngineCosts(
+            default.prefill if prefill is None else _prefill_rate(prefill),
+            step or default.step,
+            default.receive if receive is None else Rate(receive.fixed, receive.slope),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fits:
-    prefill: Fit | None
-    step: Fit | None
-    receive: Fit | None
+def _prefill_rate(fit: Fit) -> Rate:
+    return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineRates:
-    """The costs of one engine."""
-
-    beside: UsualRates  # that these were worked out with
-    prefill: Rate
-    step: Fit  # by running requests
-    receive: Rate
-
-
-@dataclass(frozen=True, slots=True)
-class UsualRates:
-    """The costs of an engine until it has samples of its own."""
-
-    prefill: Fit
-    step: Fit
-    receive: Fit
-
-
-_DEFAULT = UsualRates(
-    Fit(PREFILL.fixed_seconds, PREFILL.token_seconds),
-    Fit(STEP_SECONDS, STEP_GROWTH_SECONDS),
-    Fit(TRANSFER.fixed_seconds, TRANSFER.token_seconds),
-)
-
-
-def _median(fits: Iterable[Fit | None], otherwise: Fit) -> Fit:
+def _median(fits: Iterable[Fit | None]) -> Fit | None:
     """The one in the middle, by slope."""
     sure = (fit for fit in fits if fit is not None and not fit.guessed)
     known = sorted(sure, key=lambda fit: fit.slope)
-    return known[len(known) // 2] if known else otherwise
+    return known[len(known) // 2] if known else None

@@ -19,8 +19,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import install_command
@@ -131,17 +129,6 @@ class RequestSpans:
         if outcome not in _WELL:
             _failed(self._span, outcome)
         self._span.end()
-
-
-@contextmanager
-def sending() -> Iterator[RouterSpans | None]:
-    """The spans of a router, until it stops."""
-    spans = RouterSpans.from_environment()
-    try:
-        yield spans
-    finally:
-        if spans is not None:
-            spans.close()
 
 
 def _figures(placed: Placed | None) -> dict[str, Any]:
