@@ -219,6 +219,17 @@ async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains)
 
 
 @with_engine
+async def test_an_engine_that_restarts_may_have_another_tokenizer(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    assert same(await ask(prompts, engine, prompt="hello"), "hello")
+    engine.script = [b'[{"token_ids": [120]}]']  # of a new version of the model
+    prompts.forget(engine.url)
+    assert same(await ask(prompts, engine, prompt="hello"), "x")
+    assert prompts.counts["remembered"] == 0 and prompts.known_tokens == 1 + 256
+
+
+@with_engine
 async def test_what_cannot_be_told_is_left(engine: Engine, prompts: PromptChains) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     for path, body in (

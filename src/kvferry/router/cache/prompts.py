@@ -144,8 +144,11 @@ class PromptChains:
             self._asked -= 1
 
     def forget(self, engine: str) -> None:
-        """An engine restarted or is gone: it may serve other models now."""
+        """An engine restarted or is gone. It may serve other models now, and an equal name may
+        stand for another tokenizer, so nothing is remembered."""
         self._engines.pop(engine, None)
+        self._known.clear()
+        self.known_tokens = 0
 
     def close(self) -> None:
         if self._tokenizer is not None:
