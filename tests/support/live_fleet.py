@@ -177,8 +177,8 @@ class PageApp:
     ) -> None:
         self._live, self._traffic, self._limits = fleet.live, traffic, limits
         self._routes = {
-            "/": status_route(fleet.live.page),
-            "/live": status_route(fleet.live.as_json),
+            "/": status_route(lambda _: fleet.live.page()),
+            "/live": status_route(lambda _: fleet.live.as_json()),
             LIVE_STREAM: LiveStream(fleet.live, limits).serve,
         }
 

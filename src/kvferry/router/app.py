@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a server: its routes, how requests end, and status pages.
+"""The router as a server: its routes, the end of each request, and its status.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
 one line of the log. `status_route` serves what the router knows by itself: /health, /metrics, the
@@ -67,20 +67,13 @@ class RouterApp:
     def __init__(self, config: RouterConfig) -> None:
         self.router = router = Router(config)
         text = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-
-        async def health(request: ClientRequest) -> Answer:
-            return _health(router)
-
-        async def metrics(request: ClientRequest) -> Answer:
-            return Answer(200, text, metrics_text(router).encode())
-
         self.routes: dict[str, Route] = {
             **dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate).serve),
             "/v1/models": ApiRoute(router, ("GET", "HEAD"), router.pass_on).serve,
-            "/health": status_route(health),
-            "/metrics": status_route(metrics),
-            "/": status_route(router.live.page),
-            "/live": status_route(router.live.as_json),
+            "/health": status_route(lambda _: health(router)),
+            "/metrics": status_route(lambda _: Answer(200, text, metrics_text(router).encode())),
+            "/": status_route(lambda _: router.live.page()),
+            "/live": status_route(lambda _: router.live.as_json()),
             LIVE_STREAM: LiveStream(router.live, config.limits).serve,
         }
         if config.token is not None:
@@ -88,7 +81,7 @@ class RouterApp:
             self.routes[ADMIN_PATH] = status_route(admin.engines, ADMIN_METHODS)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Start and stop, as ASGI has it. Requests do not come here: see `ClientConnection`."""
+        """ASGI's start and stop. Requests go to `ClientConnection` instead."""
         await receive()
         async with self.running():
             await send({"type": "lifespan.startup.complete"})
@@ -169,8 +162,8 @@ def serve(config: RouterConfig, listen: Listen) -> None:
         RouterServer(settings, listen, connections.guard).run()
 
 
-# Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but
-# X-Request-Id is ever logged.
+# Loggers of kvferry, of uvicorn, and of OpenTelemetry, for a collector that does not answer. The
+# only header that is ever logged is X-Request-Id.
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -184,14 +177,16 @@ _LOGGING: dict[str, Any] = {
 
 
 def status_route(
-    answer: Callable[[ClientRequest], Awaitable[Answer]], methods: Collection[str] = ("GET", "HEAD")
+    answer: Callable[[ClientRequest], Answer | Awaitable[Answer]],
+    methods: Collection[str] = ("GET", "HEAD"),
 ) -> Route:
     """A route that the router answers at once, by itself."""
 
     async def serve(request: ClientRequest) -> None:
         try:
             require_method(request, methods)
-            answered = await answer(request)
+            found = answer(request)
+            answered = found if isinstance(found, Answer) else await found
         except ApiError as error:
             answered = error.answer
         except ClientGone:
@@ -332,7 +327,7 @@ def _by_status(status: int) -> str:
     return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
-def _health(router: Router) -> Answer:
+def health(router: Router) -> Answer:
     """200 while requests can be served: `ok`, or `degraded` if an engine is down."""
     fleet = router.fleet
     well = all(engine.up or engine.draining for engine in fleet.engines)

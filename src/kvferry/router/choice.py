@@ -67,7 +67,7 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptView(msgspec.Struct, frozen=True):
-    """What is known of one request when it is placed."""
+    """One request, as known when it is placed."""
 
     tokens: int  # of the prompt; 0: not known
     holdings: tuple[Holding, ...] = ()
@@ -76,7 +76,7 @@ class PromptView(msgspec.Struct, frozen=True):
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """What is known of one engine when a request is placed."""
+    """One engine, as known when a request is placed."""
 
     name: str
     roles: frozenset[Role]
@@ -107,7 +107,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def cost(self) -> float:
-        """What options are compared by."""
+        """The value by which options are compared."""
         return self.seconds + self.harm_seconds
 
 
@@ -133,7 +133,7 @@ WAIT_FOR_A_STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What counts how much, against a second before this request's first token."""
+    """The weight of each effect, relative to a second before this request's first token."""
 
     # Sums within this share of the best, or this many seconds, are equal: predictions are no
     # better. More spreads a conversation over engines, less makes herds.
@@ -181,7 +181,7 @@ def options(
     ]
     alone = _least(MOST_ALONE, list(map(costs.alone, decode)), _cost)
     if prompt.tokens <= 0 and pairs:
-        # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
+        # Without a size nothing can be weighed. An operator with prefill engines wants them used.
         alone = []
     return sorted([*alone, *pairs], key=_cost)
 
@@ -205,11 +205,11 @@ def choose(
     return Decision(chosen, tuple(options), reason(chosen, options))
 
 
-# What one option costs
+# The costs of one option
 
 
 class _EngineCost(msgspec.Struct, gc=False):
-    """What one engine adds to any way that goes over it."""
+    """The part of one engine in the cost of any option that uses it."""
 
     engine: EngineView
     load: float  # of what the pool has of the prompt
@@ -224,7 +224,7 @@ class _EngineCost(msgspec.Struct, gc=False):
 
 
 class _Costs:
-    """Of one request, on any of these engines."""
+    """The costs of one request on any of these engines."""
 
     def __init__(self, prompt: PromptView, engines: Sequence[EngineView], weights: Weights) -> None:
         self._tokens, self._output = prompt.tokens, prompt.output_tokens
@@ -315,12 +315,12 @@ class _Costs:
 
 
 def _of_prefill(p: _EngineCost) -> float:
-    """What P adds to the cost of any pair."""
+    """The part of P in the cost of any pair."""
     return p.queue + p.load + p.prefill + p.prefill_harm
 
 
 def _of_decode(d: _EngineCost) -> float:
-    """What D adds to the cost of any pair."""
+    """The part of D in the cost of any pair."""
     return d.entry + d.transfer + d.engine.step_seconds + d.decode_harm
 
 

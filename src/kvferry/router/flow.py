@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request, from prefill to the last byte.
+"""The life of a request, from its placement to the last byte of its answer.
 
-    1. `placing` chooses by expected time where the request is decoded, and whether another engine
-       prefills it. Without the prompt's tokens, both are the engines with the fewest requests. The
-       decode engine counts the request while another one prefills.
+    1. `placing` chooses by expected time which engine decodes the request, and whether another one
+       prefills it. Without the prompt's tokens, the engines with the fewest requests are taken. The
+       request counts at its decode engine while the other one prefills.
     2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
        a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself. A
-       request that is computed where it is decoded skips this.
+       request that is computed where it is decoded skips this step.
     3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
     4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
@@ -19,7 +19,7 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
-    all decode engines are busy     the request waits in line (`turns`) up to `queue_seconds`; then
+    all decode engines are busy     the request waits in line (`Turns`) up to `queue_seconds`; then
                                     429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
                                     that failed it and has started again; then 503, with the
@@ -28,15 +28,15 @@ What happens when an engine fails before the first byte to the client:
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
-    too many requests fail          retries that an engine would notice have a budget for all
-                                    requests together; without it, the first failure counts
+    too many requests fail          retries that reach an engine have one budget for all requests;
+                                    when it is used up, the first failure counts
 
 After the first byte nothing is tried again, because the client has tokens already. A stream of
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
 error in OpenAI's format, and the end of the body, without `[DONE]`. A compressed stream, or one cut
-within an event of more than 64 KiB, has no place for that event: the router closes the connection
-in the middle of the answer, which every HTTP client notices. For HTTP/1.0, whose answers end with
-the connection, a cut stream ends with a reset of the connection behind the event with the error.
+within an event of more than 64 KiB, has no room for that event: the router closes the connection
+in the middle of the answer, which every HTTP client notices. An HTTP/1.0 answer ends with its
+connection, so there the router resets the connection behind the error.
 
 A client that disconnects cancels its request at any point. The router closes its connections to
 engines, and the engines abort. A ticket that no engine has claimed expires at the prefill engine.
@@ -117,12 +117,12 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_FEW = 3  # engines, or reasons, that a message names
+_FEW = 3  # engines or reasons that a message names
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class Router:
-    """Engines, connections and counters, which all requests share."""
+    """The engines, connections and counters that all requests share."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
@@ -159,7 +159,7 @@ class Router:
         self.spans: RouterSpans | None = None  # while the server runs, and was told of a collector
 
     def now(self) -> RouterNow:
-        """What the page shows of this moment."""
+        """The present state, for the page."""
         stats = self.placing.index.stats() if self.placing.by_cost else {}
         meters = self.placing.meters
         return RouterNow(
@@ -179,12 +179,11 @@ class Router:
         await _Trip(self, asked, Generation(body), reply).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
-        """Serve what any decode engine can answer, such as the list of models."""
+        """Serve a request that any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
 
-# After so long without ever being up, an engine is down, and not just starting.
-STARTING_SECONDS = 600.0
+STARTING_SECONDS = 600.0  # after which an engine that was never up counts as down, not starting
 
 
 def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
@@ -383,7 +382,7 @@ class _Trip:
         await self._give_up(failure)
 
     async def _may_retry(self, error: EngineFailure) -> bool:
-        """Whether another engine may be asked. What no living engine has seen is always free."""
+        """Whether another engine may be asked. Requests that reached no living engine are free."""
         if not error.delivered or self._router.budget.take():
             return True
         if error.broke_off:
@@ -395,7 +394,7 @@ class _Trip:
         return False
 
     def _choose(self) -> UpstreamEngine | None:
-        """The decode engine of the cheapest way, which is kept. None: there is no view of it."""
+        """The decode engine of the cheapest way, by cost; None: the prompt has no tokens."""
         self._chosen_prefill = None
         if self._placement is None or self._ticket:
             return None
@@ -418,7 +417,7 @@ class _Trip:
         return self._fleet.get(chosen.decode)
 
     def _show(self, decision: Decision) -> None:
-        """Show the first decision of this request on the page; what came of it is added later."""
+        """Show the first decision of this request on the page; its outcome is added later."""
         asked, placement = self._asked, self._placement
         if asked.placed is None and placement is not None:
             asked.placed = self._router.live.decided(

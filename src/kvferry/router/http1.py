@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 messages as bytes: heads and bodies of clients' requests and of engines' answers.
 
-The router reads both by the same rules, and refuses whatever two readers could understand in two
-ways. A proxy that guesses lets one client's bytes pass for another client's request:
+The router reads both by the same rules, and refuses messages that two readers could understand in
+two ways. Otherwise a client could smuggle a request into another client's connection:
 
 - lines end with CR LF, and no line continues the one before
 - no space stands between a header's name and its colon; values have no control characters
@@ -65,8 +65,8 @@ class AnswerHead:
 
 
 def split_head(data: bytes) -> tuple[bytes, bytes] | None:
-    """The head of a message without its last empty line, and what follows. None: there is more to
-    come. Raises HttpError if no head can begin like this."""
+    """The head of a message without its last empty line, and the bytes behind it. None: the head is
+    incomplete. Raises HttpError if no head can begin like this."""
     end = data.find(b"\r\n\r\n")
     if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
         raise HeadTooLong(f"a head may have {MAX_HEAD_BYTES} bytes at most")
@@ -150,7 +150,7 @@ class Body:
         return self._left == math.inf
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """The bytes that came since the last call."""
         parts = self.parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
@@ -189,8 +189,8 @@ class Body:
             raise HttpError(f"no chunk ends with {self._line[:40]!r}")
 
     def _one_chunk(self, data: bytes) -> bool:
-        """Take `data` if it is one whole chunk, as most events of a stream come. Else take nothing,
-        and leave it to the rules for all others."""
+        """Take `data` if it is one whole chunk, like most events of a stream. Otherwise return
+        False, and take nothing."""
         found = _ONE_CHUNK.match(data)
         if found is None or self._small_left != math.inf:
             return False
@@ -212,7 +212,7 @@ class Body:
         self.whole = not self._left
 
     def _read_line(self, line: bytes) -> None:
-        """The size of a chunk, the end of one, or what follows the last one."""
+        """Read the size of a chunk, the end of one, or a trailer."""
         if self._behind_last:
             self.whole = not line  # other lines are trailers, which are dropped
             if line and _TRAILER.fullmatch(line) is None:

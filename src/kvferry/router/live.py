@@ -334,12 +334,12 @@ class LiveState:
             self._snapshot_at = self._clock()
         return self._snapshot
 
-    async def as_json(self, request: ClientRequest) -> Answer:
+    def as_json(self) -> Answer:
         """The answer to /live."""
         kind = (b"content-type", b"application/json")
         return Answer(200, [*_HEADERS, kind], self.snapshot())
 
-    async def page(self, request: ClientRequest) -> Answer:
+    def page(self) -> Answer:
         """The answer to /."""
         html = _SOURCE.replace(_STATE_MARK, _inside_html(self.snapshot()))
         kind = (b"content-type", b"text/html; charset=utf-8")
