@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -67,13 +67,6 @@ class StreamSink(Protocol):
         """Set the callback for when the receiver has room again."""
 
 
-class StreamRest(Protocol):
-    """The part of a stream that has not arrived yet."""
-
-    async def pass_on(self, sink: StreamSink) -> None:
-        """Pass it to `sink` as it arrives; returns at its end."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer to a client: an engine's, unchanged, or the router's own."""
@@ -81,7 +74,8 @@ class Answer:
     status: int
     headers: Headers
     body: bytes  # of a stream, the first bytes
-    rest: StreamRest | None = None  # of a stream, the other bytes
+    # Of a stream: passes the other bytes to a sink as they arrive, and returns at their end.
+    rest: Callable[[StreamSink], Awaitable[None]] | None = None
 
 
 def json_answer(value: object, status: int = 200) -> Answer:

@@ -411,21 +411,6 @@ class ClientRequest:
             raise ClientGone
 
 
-def require_method(request: ClientRequest, methods: Collection[str]) -> None:
-    """Refuse a request with another method. Raises ApiError."""
-    if request.head.method not in methods:
-        error = _not_served(405, request)
-        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
-        raise error
-
-
-def _not_served(status: int, request: ClientRequest) -> ApiError:
-    """The error for an unknown path (404) or method (405)."""
-    code = "not_found" if status == 404 else "method_not_allowed"
-    message = f"{request.head.method} {request.path} is not served by the router"
-    return ApiError(status, code, message)
-
-
 class Guard:
     """All connections of one server."""
 
@@ -484,6 +469,21 @@ class Guard:
             for connection in [c for c in connections if c.overdue(now, self._limits)]:
                 connection.transport.abort()
         loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+
+
+def require_method(request: ClientRequest, methods: Collection[str]) -> None:
+    """Refuse a request with another method. Raises ApiError."""
+    if request.head.method not in methods:
+        error = _not_served(405, request)
+        error.answer.headers.append((b"allow", ", ".join(methods).encode()))
+        raise error
+
+
+def _not_served(status: int, request: ClientRequest) -> ApiError:
+    """The error for an unknown path (404) or method (405)."""
+    code = "not_found" if status == 404 else "method_not_allowed"
+    message = f"{request.head.method} {request.path} is not served by the router"
+    return ApiError(status, code, message)
 
 
 def _connections_by_files(limits: Limits) -> int:

@@ -253,7 +253,7 @@ class ClientReply:
             self._by_events = self._between_events = not coded
             self.take(body, last=False)
             await request.drained()
-            await answer.rest.pass_on(self)
+            await answer.rest(self)
             return
         for at in range(0, len(body) - _PIECE_BYTES, _PIECE_BYTES):
             request.write(body[at : at + _PIECE_BYTES])

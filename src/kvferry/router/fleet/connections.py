@@ -193,9 +193,6 @@ class EngineTransport:
 
     # Called by connections
 
-    def opened(self, connection: _Connection) -> None:
-        self.connections.add(connection)
-
     def lost(self, connection: _Connection) -> None:
         self._not_idle(connection)
         self.connections.discard(connection)
@@ -253,7 +250,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
-        self._pool.opened(self)
+        self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._sink is not None:

@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -93,6 +94,7 @@ class UpstreamEngine:
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
         self.tickets = 0  # requests that hold a ticket of this engine, not yet used
+        self.picked = 0  # when it was last chosen by load, as a count of choices
         self.failures = 0  # of requests and probes, since the start
         self.failed_probes = 0
         self._limits = limits
@@ -288,7 +290,7 @@ class Fleet:
         self._limits = limits
         self._clock = clock
         self._engines: dict[str, UpstreamEngine] = {}  # by URL
-        self._in_turn: list[UpstreamEngine] = []  # the last one that was picked is last
+        self._picks = 0
         # Hears of each change, on the event loop; it must return at once.
         self.changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None
         self._absences: dict[Role, deque[float]] = {
@@ -333,7 +335,6 @@ class Fleet:
             return engine
         engine = UpstreamEngine(spec, self._limits, self._clock, self._tell)
         self._engines[spec.url] = engine
-        self._in_turn.append(engine)
         log.info("%s engine %s is added (%s)", engine.role, engine.url, spec.source)
         self._tell(engine, "added")
         if self._running:
@@ -365,7 +366,6 @@ class Fleet:
             return
         engine.removed = True
         del self._engines[engine.url]
-        self._in_turn.remove(engine)
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
         with suppress(UnicodeError):  # a host that is no name was never connected
@@ -416,12 +416,11 @@ class Fleet:
 
     def pick(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
         """The engine with room that has the least load for its weight; equals in turn."""
-        fit = [e for e in self._in_turn if role in e.roles and e.room and e not in besides]
-        if not fit:
-            return None
-        best = min(fit, key=lambda engine: engine.load / engine.spec.weight)
-        self._in_turn.remove(best)
-        self._in_turn.append(best)
+        fit = [e for e in self.with_role(role) if e.room and e not in besides]
+        best = min(fit, key=lambda e: (e.load / e.spec.weight, e.picked), default=None)
+        if best is not None:
+            self._picks += 1
+            best.picked = self._picks
         return best
 
     def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
@@ -486,17 +485,17 @@ class Fleet:
             headers = [field for field in headers if field[0] != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         until = asyncio.get_running_loop().time() + seconds
-        asking = Asking(self, engine, asked, self._limits.chunk_seconds)
+        asking = Asking(self, engine, asked)
         try:
             try:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
                 asking.response = got
                 passed, status = end_to_end(got.headers), got.status
-                rest: Asking | None = None
+                rest = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
-                    rest = asking
+                    rest = partial(_pass_on, engine, got, self._limits.chunk_seconds, asked)
                 else:
                     content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
@@ -580,18 +579,16 @@ class Fleet:
 
 
 class Asking:
-    """A request at an engine, which counts there until it is closed; of a stream, also its rest.
+    """A request at an engine, which counts there until it is closed.
 
     If the answer is incomplete then, its connection is closed too, and the engine aborts.
     """
 
-    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "_seconds", "answer", "response")
+    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
 
-    def __init__(
-        self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming, chunk_seconds: float
-    ) -> None:
+    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
         self._fleet, self._engine, self._asked = fleet, engine, asked
-        self._seconds, self._held_before = chunk_seconds, asked.held.bytes
+        self._held_before = asked.held.bytes
         self.answer: Answer  # once it has come
         self.response: EngineAnswer | None = None
         engine.in_flight += 1
@@ -604,13 +601,15 @@ class Asking:
         if self.response is not None:
             self.response.close()
 
-    async def pass_on(self, sink: StreamSink) -> None:
-        """The stream after its first bytes. Raises EngineFailure."""
-        assert self.response is not None
-        try:
-            await self.response.pass_on(sink, self._seconds)
-        except _TROUBLE as error:
-            raise _failure(self._engine, error, self._seconds, str(self._asked)) from error
+
+async def _pass_on(
+    engine: UpstreamEngine, answer: EngineAnswer, seconds: float, asked: Incoming, sink: StreamSink
+) -> None:
+    """A stream after its first bytes. Raises EngineFailure."""
+    try:
+        await answer.pass_on(sink, seconds)
+    except _TROUBLE as error:
+        raise _failure(engine, error, seconds, str(asked)) from error
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
