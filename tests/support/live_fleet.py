@@ -184,11 +184,11 @@ class PageApp:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        task = asyncio.create_task(self._go_on())
-        async with self._live.looking():
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        task.cancel()
+        tasks = [asyncio.create_task(self._go_on()), asyncio.create_task(self._live.run())]
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for task in tasks:
+            task.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
     def settings(self, **more: Any) -> uvicorn.Config:

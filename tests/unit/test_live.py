@@ -617,11 +617,12 @@ def test_a_look_that_fails_does_not_end_the_page(
     async def run() -> None:
         world = World()
         good = world.live._now
-        async with world.live.looking():
-            world.live._now = lambda: 1 / 0  # type: ignore[assignment, return-value]
-            await until(lambda: "could not be brought up to date" in caplog.text)
-            world.live._now = good
-            asked = world.asked
-            await until(lambda: world.asked > asked)
+        task = asyncio.create_task(world.live.run())
+        world.live._now = lambda: 1 / 0  # type: ignore[assignment, return-value]
+        await until(lambda: "could not be brought up to date" in caplog.text)
+        world.live._now = good
+        asked = world.asked
+        await until(lambda: world.asked > asked)
+        await gone(task)
 
     asyncio.run(run())

@@ -92,15 +92,18 @@ class RouterApp:
     async def running(self) -> AsyncIterator[None]:
         router = self.router
         router.spans = RouterSpans.from_environment()
+        tasks: list[asyncio.Task[None]] = []
         try:
-            async with (
-                router.sources.running(),
-                router.fleet.running(),
-                router.placing.running(),
-                router.live.looking(),
-            ):
-                yield
+            await router.sources.names.refresh()
+            await router.fleet.probe_all()
+            for part in (router.sources, router.fleet, router.placing, router.live):
+                tasks.append(asyncio.create_task(part.run()))
+            await asyncio.sleep(0)  # each of them begins
+            yield
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if router.spans is not None:
                 router.spans.close()
 

@@ -32,8 +32,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -283,16 +282,14 @@ class LiveState:
         if placed is not None:
             placed.outcome = outcome
 
-    @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
-        """Look once a second, until the end."""
-        self.look()
-        task = asyncio.create_task(self._keep_looking())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async def run(self) -> None:
+        """Look once a second, until cancelled."""
+        while True:
+            try:
+                self.look()
+            except Exception:  # without looks, the page would stand still and not say why
+                log.exception("the router's page could not be brought up to date")
+            await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
         """Compare the engines with their last state, and wake the viewers."""
@@ -361,14 +358,6 @@ class LiveState:
     def _flow(self, source: str, target: str, tokens: int) -> None:
         self._flow_requests.add((source, target), 1)
         self._flow_tokens.add((source, target), tokens)
-
-    async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            try:
-                self.look()
-            except Exception:  # without looks, the page would stand still and not say why
-                log.exception("the router's page could not be brought up to date")
 
     def _update_problems(self, now: RouterNow, wall: float) -> None:
         found = engine_problems(now, wall) | request_problems(self._outcomes.totals(), now)

@@ -25,8 +25,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Set
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Set
 from random import Random
 
 import msgspec
@@ -99,23 +98,19 @@ class Placer:
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         fleet.changed = self._changed
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Follow events and metrics until the end."""
+    async def run(self) -> None:
+        """Follow events and metrics until cancelled."""
         if not self.by_cost:
-            yield
             return
         self._running = True
         for engine in self._fleet.engines:
             self._follow(engine.spec)
-        polling = asyncio.create_task(self._poll_metrics())
         try:
-            yield
+            await self._poll_metrics()
         finally:
             self._running = False
-            tasks = [polling, *(streams.stop() for streams in self._followers.values())]
-            polling.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ending = [streams.stop() for streams in self._followers.values()]
+            await asyncio.gather(*ending, return_exceptions=True)
             self.prompts.close()
 
     async def look(self, path: str, headers: Headers, wanted: Generation) -> RequestWay:

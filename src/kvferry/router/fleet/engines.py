@@ -30,8 +30,8 @@ import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -296,8 +296,7 @@ class Fleet:
         self._absences: dict[Role, deque[float]] = {
             role: deque(maxlen=_REMEMBERED) for role in ROLES
         }
-        self._running = False
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
             trusting(ca_file), _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
@@ -337,8 +336,8 @@ class Fleet:
         self._engines[spec.url] = engine
         log.info("%s engine %s is added (%s)", engine.role, engine.url, spec.source)
         self._tell(engine, "added")
-        if self._running:
-            self._start_probing(engine, at_once=True)
+        if self._probing is not None:
+            self._probing.create_task(self._keep_probing(engine, at_once=True))
         return engine
 
     def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
@@ -447,22 +446,20 @@ class Fleet:
 
     # HTTP
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Know each engine's state at the start, and keep it true until the end."""
-        first = self.engines
-        await asyncio.gather(*(self._probe(engine) for engine in first))
-        self._running = True
-        for engine in self.engines:
-            self._start_probing(engine, at_once=engine not in first)
+    async def probe_all(self) -> None:
+        """Learn each engine's state, before the first request."""
+        await asyncio.gather(*(self._probe(engine) for engine in self.engines))
+
+    async def run(self) -> None:
+        """Probe the engines until cancelled, then close all connections to them."""
         try:
-            yield
+            async with asyncio.TaskGroup() as self._probing:
+                for engine in self.engines:
+                    known = engine.starts or engine.failures
+                    self._probing.create_task(self._keep_probing(engine, at_once=not known))
+                await asyncio.Event().wait()
         finally:
-            self._running = False
-            tasks = [*self._probes, *self._checks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._probing = None
             self.transport.close()
 
     async def ask(
@@ -542,11 +539,6 @@ class Fleet:
             held.add(len(chunk))
             parts.append(chunk)
         return b"".join(parts)
-
-    def _start_probing(self, engine: UpstreamEngine, at_once: bool = False) -> None:
-        task = asyncio.create_task(self._keep_probing(engine, at_once))
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
 
     async def _keep_probing(self, engine: UpstreamEngine, at_once: bool) -> None:
         """Probe until the engine is removed, which lets a probe that is under way end."""

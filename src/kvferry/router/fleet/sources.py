@@ -24,8 +24,7 @@ import logging
 import socket
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -121,19 +120,12 @@ class Sources:
 
         self.watch("fleet", path, use)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await self.names.refresh()
-        tasks = [
-            asyncio.create_task(self._every(self._limits.reload_seconds, self._look)),
-            asyncio.create_task(self._every(self._limits.dns_seconds, self.names.refresh)),
-        ]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def run(self) -> None:
+        """Look at the files and names until cancelled."""
+        await asyncio.gather(
+            self._every(self._limits.reload_seconds, self._look),
+            self._every(self._limits.dns_seconds, self.names.refresh),
+        )
 
     async def _look(self) -> None:
         before = sum(file.used for file in self.files)
