@@ -492,15 +492,16 @@ def _connections_by_files(limits: Limits) -> int:
     A connection may need four: its own, one that is accepted ahead of it, and for a request in
     flight a busy and an idle one to an engine.
     """
-    wanted = limits.max_connections
-    needed = _OWN_FILES + 4 * wanted
+    wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
+    needed = _OWN_FILES + wanted + min(3 * wanted, others)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
     if soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    most = min(wanted, (soft - _OWN_FILES) // 4)
+    left = soft - _OWN_FILES
+    most = min(wanted, max(left // 4, left - others))
     if most < 1:
         raise DescriptionError(
             f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"

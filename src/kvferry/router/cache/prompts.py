@@ -217,7 +217,7 @@ class PromptChains:
         now = time.monotonic()
         if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
-            body, absent = asked.to_render(), (*_NOT_THERE, 403)
+            body, absent = msgspec.json.encode(asked.fields), (*_NOT_THERE, 403)
             answer = await self._call(b"POST", url, body, headers, until, absent)
             if answer:
                 if asked.path == CHAT:
@@ -414,9 +414,6 @@ class AskedPrompt:
         if "reasoning_effort" in values:
             values["enable_thinking"] = values["reasoning_effort"] != "none"
         return values | dict(self.value("chat_template_kwargs") or {})
-
-    def to_render(self) -> bytes:
-        return msgspec.json.encode(self.fields)
 
     def to_tokenize(self) -> bytes:
         if self.path == COMPLETION:
