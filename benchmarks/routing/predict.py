@@ -27,7 +27,7 @@ from benchmarks.routing.conversations import (
     as_trace,
 )
 from kvferry.errors import KvferryError
-from kvferry.router.choice.model import Rate
+from kvferry.router.choice import Rate
 from kvferry.simulate.engine import CopyCost, EngineRates, StepTime
 from kvferry.simulate.run import FleetShape, Plan, Policy, simulate
 

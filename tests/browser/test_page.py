@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 from kvferry.router.api import Limits
-from kvferry.router.choice.choose import reason
-from kvferry.router.choice.model import Decision, Option
-from kvferry.router.page.live import CacheNow
+from kvferry.router.choice import Decision, Option, reason
+from kvferry.router.live import CacheNow
 from live_fleet import Fleet, Served, an_incident
 from router_process import router_process
 

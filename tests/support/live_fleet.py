@@ -19,14 +19,12 @@ import msgspec
 import uvicorn
 
 from kvferry.router.api import Limits
-from kvferry.router.app import StatusRoute, connections_of
-from kvferry.router.choice.choose import reason
-from kvferry.router.choice.model import Decision, Option
-from kvferry.router.guard import LIVE_STREAM
-from kvferry.router.page.live import (
+from kvferry.router.app import connections_of, status_route
+from kvferry.router.choice import Decision, Option, reason
+from kvferry.router.clients import LIVE_STREAM
+from kvferry.router.live import (
     CacheNow,
     EngineNow,
-    LivePage,
     LiveState,
     LiveStream,
     Placed,
@@ -178,20 +176,19 @@ class PageApp:
         self, fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
     ) -> None:
         self._live, self._traffic, self._limits = fleet.live, traffic, limits
-        page = LivePage(fleet.live)
         self._routes = {
-            "/": StatusRoute(page.page),
-            "/live": StatusRoute(page.state),
-            LIVE_STREAM: LiveStream(fleet.live, limits),
+            "/": status_route(lambda _: fleet.live.page()),
+            "/live": status_route(lambda _: fleet.live.as_json()),
+            LIVE_STREAM: LiveStream(fleet.live, limits).serve,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        task = asyncio.create_task(self._go_on())
-        async with self._live.looking():
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        task.cancel()
+        tasks = [asyncio.create_task(self._go_on()), asyncio.create_task(self._live.run())]
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for task in tasks:
+            task.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
     def settings(self, **more: Any) -> uvicorn.Config:

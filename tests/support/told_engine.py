@@ -24,9 +24,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
-from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.index import CacheIndex, Namespace, PromptChain
 from vllm import LLM, SamplingParams
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.router.api import Limits
-from kvferry.router.guard import Guard
+from kvferry.router.clients import Guard
 from router_crowd import hold_a_crowd
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos"

@@ -14,9 +14,8 @@ import zmq
 import zmq.asyncio
 
 import kvferry.router.cache.events as events_module
-from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams, decode
-from kvferry.router.cache.index import CacheIndex, Cleared, Removed, Stored
+from kvferry.router.cache.index import CacheIndex, Cleared, Namespace, PromptChain, Removed, Stored
 from kvferry.router.cache.index import Publisher as Known
 from waiting import PATIENCE_SECONDS
 

@@ -10,16 +10,10 @@ from random import Random
 import msgspec
 import pytest
 
-from kvferry.router.choice.choose import (
+from kvferry.router.choice import (
     MOST_ALONE,
     MOST_DECODE,
     MOST_PREFILL,
-    Weights,
-    choose,
-    options,
-    place,
-)
-from kvferry.router.choice.model import (
     PARTS,
     Decision,
     EngineView,
@@ -29,6 +23,10 @@ from kvferry.router.choice.model import (
     Rate,
     Role,
     Tier,
+    Weights,
+    choose,
+    options,
+    place,
 )
 
 BOTH: frozenset[Role] = frozenset(("prefill", "decode"))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.costs import ENOUGH, FEW, CostLine
-from kvferry.router.choice.model import Role
-from kvferry.router.choice.rates import (
+from kvferry.router.choice import Role
+from kvferry.router.rates import (
     PREFILL,
     STALE_SECONDS,
     STEP_GROWTH_SECONDS,

@@ -17,11 +17,11 @@ import httpx
 import msgspec
 import pytest
 
+from kvferry.router import live as live_module
 from kvferry.router.api import Answer, Limits
-from kvferry.router.choice.model import PARTS, Decision, Option
+from kvferry.router.choice import PARTS, Decision, Option
 from kvferry.router.guard import ClientGone
-from kvferry.router.page import live as live_module
-from kvferry.router.page.live import (
+from kvferry.router.live import (
     CacheNow,
     EngineNow,
     LiveState,
@@ -619,11 +619,12 @@ def test_a_look_that_fails_does_not_end_the_page(
 
     async def run() -> None:
         world = World()
-        async with world.live.looking():
-            world.broken = True
-            await until(lambda: "could not be brought up to date" in caplog.text)
-            world.broken = False
-            asked = world.asked
-            await until(lambda: world.asked > asked)
+        task = asyncio.create_task(world.live.run())
+        world.broken = True
+        await until(lambda: "could not be brought up to date" in caplog.text)
+        world.broken = False
+        asked = world.asked
+        await until(lambda: world.asked > asked)
+        await gone(task)
 
     asyncio.run(run())

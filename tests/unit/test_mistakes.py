@@ -142,7 +142,7 @@ def test_a_router_without_prefill_engines(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(serve.uvicorn.Config, "configure_logging", lambda self: None)
     result = CliRunner().invoke(app, ["router", "--decode", "127.0.0.1:8100"])
     assert result.exit_code == 0, result.output
-    assert configs[0].prefill == () and configs[0].decode == ("http://127.0.0.1:8100",)
+    assert configs[0].prefill == () and configs[0].specs()[0].url == "http://127.0.0.1:8100"
 
 
 def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

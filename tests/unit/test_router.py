@@ -29,7 +29,7 @@ from kvferry.router.api import (
 )
 from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
-from kvferry.router.guard import MemoryLimit, RequestMemory, address_of, read_body
+from kvferry.router.guard import Quota, RequestMemory, address_of
 from kvferry.router.placing import RequestWay
 from router_cluster import (
     CHUNKS,
@@ -318,7 +318,7 @@ def test_events_that_come_in_pieces_are_counted(size: int) -> None:
         way.decode("http://engine", handed_over=False)
         way.first()
         reply.saw = way.saw
-        await reply.send(Answer(200, [], first, Rest(tuple(rest))))
+        await reply.send(Answer(200, [], first, Rest(tuple(rest)).pass_on))
         way.served(handed_over=False)
 
     asyncio.run(run())
@@ -331,7 +331,7 @@ def test_streams_pass_event_by_event() -> None:
 
         async def run() -> None:
             reply = ClientReply(request, b"id")  # type: ignore[arg-type]
-            answer = Answer(200, list(headers), first, Rest(rest, cut))
+            answer = Answer(200, list(headers), first, Rest(rest, cut).pass_on)
             if not cut:
                 await reply.send(answer)
                 return
@@ -399,10 +399,11 @@ def test_without_decode_engine_503() -> None:
         wait_until(lambda: not c.up()["d0"])
         got = c.complete(stream=True)
         assert got.status_code == 503
-        assert got.headers["retry-after"] == "30" and "x-request-id" in got.headers
+        seconds = got.headers["retry-after"]  # of 30, what is left of them
+        assert 20 <= int(seconds) <= 30 and "x-request-id" in got.headers
         assert got.json()["error"] == {
             "message": "no decode engine is up (1 cannot connect); /health of the router names "
-            "them; ask again in 30 s",
+            f"them; ask again in {seconds} s",
             "type": "server_error",
             "param": None,
             "code": "no_decode_engine",
@@ -529,59 +530,26 @@ def test_a_place_in_flight_is_for_requests_that_have_come_and_by_address() -> No
             assert b"".join(chunks) == b"".join(CHUNKS[1:])
 
 
-def test_memory_is_shared_by_address_and_the_oldest_upload_gives_way() -> None:
+def test_memory_is_shared_by_address() -> None:
     free, mib = 64 << 10, 1 << 20
-    most = {"max_body_bytes": 2 * mib, "max_answer_bytes": mib, "max_held_bytes": 8 * mib}
-
-    async def run() -> None:
-        memory = MemoryLimit(quick(**most))
-        a, b, c = (RequestMemory(memory, address) for address in "abc")
-        a.add(free)
-        assert memory.taken == 0  # usual prompts always get in
-        a.add(2 * mib)
-        assert memory.taken == 4 * mib  # as it came, and as it goes
-        with pytest.raises(ApiError) as refused:
-            a.add(1)
-        answer = refused.value.answer
-        assert answer.status == 429 and b'"too_many_bytes"' in answer.body
-        b.add(free + 2 * mib)
-        async with asyncio.timeout(None) as deadline:
-            with b.upload(deadline), pytest.raises(ApiError) as refused:
-                c.add(free + 1)  # b's upload has just begun
-        answer = refused.value.answer
-        assert answer.status == 503 and b'"router_full"' in answer.body
-        for held in (a, b, c):
-            held.close()
-        assert memory.taken == 0
-
-        # Uploads that have begun long ago, and do not go on.
-        limits = quick(**most, progress_seconds=1.0)
-        memory = MemoryLimit(limits)
-        helds = [RequestMemory(memory, address) for address in "aabb"]
-
-        async def upload(held: RequestMemory) -> bytes:
-            parts = [b"x" * mib]
-
-            async def read() -> bytes:
-                return parts.pop() if parts else await asyncio.Future()
-
-            return await read_body([], read, held, limits)
-
-        uploads = [asyncio.create_task(upload(held)) for held in helds]
-        await asyncio.sleep(0)
-        for held in helds:
-            held.since -= 1.0
-        RequestMemory(memory, "c").add(free + mib)
-        RequestMemory(memory, "b").add(free + mib)
-        assert [held.dropped for held in helds] == ["all", None, "address", None]
-        for task, status in ((uploads[0], 503), (uploads[2], 429)):
-            with pytest.raises(ApiError) as refused:
-                await task
-            assert refused.value.answer.status == status
-        for task in uploads:
-            task.cancel()
-
-    asyncio.run(run())
+    memory = Quota(8 * mib, 0.5)
+    a, b, c = (RequestMemory(memory, address) for address in "abc")
+    a.add(free)
+    assert memory.taken == 0  # usual prompts always get in
+    a.add(2 * mib)
+    assert memory.taken == 4 * mib  # as it came, and as it goes
+    with pytest.raises(ApiError) as refused:
+        a.add(1)
+    answer = refused.value.answer
+    assert answer.status == 429 and b'"too_many_bytes"' in answer.body
+    b.add(free + 2 * mib)
+    with pytest.raises(ApiError) as refused:
+        c.add(free + 1)
+    answer = refused.value.answer
+    assert answer.status == 503 and b'"router_full"' in answer.body
+    for held in (a, b, c):
+        held.close()
+    assert memory.taken == 0
     for client, key in (
         (("10.0.0.1", 1), "10.0.0.1"),
         (("::ffff:10.0.0.1", 1), "10.0.0.1"),
@@ -820,7 +788,7 @@ def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
 def test_configurations_that_are_refused() -> None:
     assert base_url("host:80/") == "http://host:80"
     assert base_url("https://[::1]:8000/v1") == "https://[::1]:8000"
-    assert RouterConfig((), ("h:1",)).decode == ("http://h:1",)
+    assert RouterConfig((), ("h:1",)).specs()[0].url == "http://h:1"
     for prefill, decode in (
         (("h:1",), ()),
         (("h:1",), ("http://h:1/",)),
@@ -842,7 +810,6 @@ def test_configurations_that_are_refused() -> None:
         ("drain_seconds=inf", "drain_seconds must be more than 0, and finite"),
         ("patience=9", "'patience' is no limit of the router; there are: tries, "),
         ("address_share=2", "address_share must be 1 at most"),
-        ("max_held_bytes=1000", "must be 134217728 at least"),
     ):
         with pytest.raises(DescriptionError, match=message):
             Limits.read([text])

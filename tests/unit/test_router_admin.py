@@ -166,7 +166,7 @@ def test_without_a_token_there_is_no_admin_api() -> None:
 
 
 def test_what_the_admin_api_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(token=TOKEN, limits=quick(max_engines=2)) as c:
+    with cluster(token=TOKEN, limits=QUICK) as c:
         d0 = c.servers["d0"].url
         new = {"url": "http://h:1", "roles": ["decode"]}
         for changes, words in (
@@ -181,7 +181,6 @@ def test_what_the_admin_api_refuses(caplog: pytest.LogCaptureFixture) -> None:
             ({"weight": "x"}, "Expected `float`"),
             ({"events": "ipc:///etc/passwd"}, "expected tcp://host:port"),
             ({"source": "the command line"}, "an engine has no 'source'"),
-            ({}, "raise max_engines"),
         ):
             got = ask(c, "POST", **(new | changes))
             assert got.status_code == 400, got.text
@@ -451,9 +450,6 @@ def test_what_is_wrong_with_a_fleet_file_at_the_start(tmp_path: Path) -> None:
         assert "s3cret" not in str(error.value)
     with pytest.raises(DescriptionError, match="named by the command line and by"):
         start('{"engines": [{"url": "h:1", "roles": ["decode"]}]}', decode=("h:1",))
-    many = [{"url": f"h:{n}", "roles": ["decode"]} for n in range(1, 300)]
-    with pytest.raises(DescriptionError, match="raise max_engines"):
-        start(json.dumps({"engines": many}))
     with pytest.raises(DescriptionError, match="cannot read"):
         RouterConfig((), (), QUICK, fleet_file=tmp_path / "none") and Sources(
             decoders(""), QUICK
@@ -462,10 +458,8 @@ def test_what_is_wrong_with_a_fleet_file_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_refused_source_changes_nothing() -> None:
-    fleet = decoders("a", quick(max_engines=3))
+    fleet = decoders("a")
     specs = [EngineSpec(f"http://{n}", frozenset(["decode"]), source="s") for n in "bcd"]
-    with pytest.raises(DescriptionError, match="max_engines"):
-        reconcile(fleet, "s", specs)
     with pytest.raises(DescriptionError, match="named by the command line and by s"):
         reconcile(fleet, "s", [specs[0], EngineSpec("a", frozenset(["decode"]), source="s")])
     assert [e.url for e in fleet.engines] == ["http://a"]
@@ -539,7 +533,7 @@ def test_names_are_resolved_again_and_again() -> None:
         await sources.names.refresh()
         assert urls("decode") == ["http://[fd00::1]:80", "http://10.0.0.2:80"]
         assert busy.draining == "remove" and fleet.get(busy.url) is busy
-        for trouble in (socket.gaierror("no"), [], "never", list_of_many()):
+        for trouble in (socket.gaierror("no"), [], "never"):
             failures = sources.names.failures
             found["d.example"] = trouble
             await sources.names.refresh()
@@ -548,9 +542,6 @@ def test_names_are_resolved_again_and_again() -> None:
             for lookup in list(sources.names._lookups.values()):
                 lookup.cancel()
             await asyncio.sleep(0)
-        with pytest.raises(DescriptionError, match="more than once"):
-            again = EngineSpec("dns://d.example:80", frozenset(["prefill"]), source="other")
-            sources.names.use("other", [again])
         sources.names.use(COMMAND_LINE, [])
         assert urls("decode") == urls("prefill") == []
 
@@ -560,10 +551,6 @@ def test_names_are_resolved_again_and_again() -> None:
         with pytest.raises(DescriptionError) as error:
             RouterConfig((), (url,))
         assert "s3cret" not in str(error.value)
-
-
-def list_of_many() -> list[str]:
-    return [f"10.2.{n}.{n}" for n in range(256)]  # max_engines, and one is there
 
 
 def test_a_router_before_a_name() -> None:
@@ -653,6 +640,6 @@ def test_events_of_the_command_line() -> None:
     for text in ("d:2", "other:1=tcp://x:1", "d:2=udp://x:1", "d:2="):
         with pytest.raises(DescriptionError):
             RouterConfig((), ("d:2",), events=(text,))
-    with pytest.raises(DescriptionError, match="named 2 times"):
+    with pytest.raises(DescriptionError, match="named twice"):
         RouterConfig(("h:1",), ("d:1",), both=("h:1",))
     assert "s3cret" not in repr(RouterConfig((), (), token="s3cret"))

@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.cache.chain import Namespace, PromptChain
-from kvferry.router.cache.index import PENDING_SECONDS, CacheIndex, Cleared, Removed, Stored
+from kvferry.router.cache.index import (
+    PENDING_SECONDS,
+    CacheIndex,
+    Cleared,
+    Namespace,
+    PromptChain,
+    Removed,
+    Stored,
+)
 
 FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvferry.router.api import ApiError, client_seconds
-from kvferry.router.fleet.turns import LineFull, RetryBudget, Turns
+from kvferry.router.guard import LineFull, RetryBudget, Turns
 from router_cluster import CHUNKS, QUICK, WHOLE, cluster, decoders, quick
 from waiting import wait_until
 
@@ -270,7 +270,7 @@ def test_a_timeout_that_is_no_deadline_of_the_client_is_a_bug(
         raise TimeoutError("of something else")
 
     with cluster() as c:
-        c.router.app.routes["/v1/completions"]._answer = broken
+        c.router.app.routes["/v1/completions"].__self__._answer = broken
         got = c.complete(headers)
         assert (got.status_code, got.json()["error"]["code"]) == (500, "internal_error")
         c.expect("requests_total", 'outcome="internal"', count=1)

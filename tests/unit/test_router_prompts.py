@@ -17,7 +17,7 @@ import uvicorn
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Generation
 from kvferry.router.cache import prompts as prompts_module
-from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,
@@ -111,7 +111,7 @@ def with_engine(
                 try:
                     await test(engine, prompts)
                 finally:
-                    await prompts.close()
+                    prompts.close()
 
         asyncio.run(inside())
 
@@ -122,7 +122,7 @@ def with_engine(
 async def ask(
     prompts: PromptChains, engine: Engine, path: str = COMPLETION, key: bytes = b"", **body: Any
 ) -> PromptChain | None:
-    headers = [(b"Authorization", key)] if key else []
+    headers = [(b"authorization", key)] if key else []
     fields = Generation(json.dumps(body).encode()).fields
     found = prompts.at_once(engine.url, path, fields)
     if isinstance(found, AskedPrompt):
@@ -209,41 +209,24 @@ async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompt
 
 @with_engine
 async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains) -> None:
-    chains = await asyncio.gather(
-        *(ask(prompts, engine, prompt="hello", temperature=n) for n in range(20))
-    )
-    assert all(same(chain, "hello") for chain in chains)
+    for n in range(3):
+        assert same(await ask(prompts, engine, prompt="hello", temperature=n), "hello")
     assert same(await ask(prompts, engine, prompt="hello", stream=True), "hello")
     assert engine.asked(f"{COMPLETION}/render") == 1
-    assert (prompts.counts["shared"], prompts.counts["remembered"]) == (19, 1)
+    assert (prompts.counts["asked"], prompts.counts["remembered"]) == (1, 3)
     await ask(prompts, engine, prompt="hello", add_special_tokens=False)
     assert engine.asked(f"{COMPLETION}/render") == 2
 
 
 @with_engine
-async def test_a_client_that_leaves_takes_nothing_from_others(
+async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine: Engine, prompts: PromptChains
 ) -> None:
-    first = asyncio.create_task(ask(prompts, engine, prompt="hello"))
-    second = asyncio.create_task(ask(prompts, engine, prompt="hello"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    first.cancel()
-    assert same(await second, "hello")
-    assert engine.asked(f"{COMPLETION}/render") == 1
-
-
-@with_engine
-async def test_clients_that_leave_together_are_all_gone(
-    engine: Engine, prompts: PromptChains
-) -> None:
-    both = [asyncio.create_task(ask(prompts, engine, prompt="hello")) for _ in range(2)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    for one in both:
-        one.cancel()
-    ended = await asyncio.gather(*both, return_exceptions=True)
-    assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
+    assert same(await ask(prompts, engine, prompt="hello"), "hello")
+    engine.script = [b'[{"token_ids": [120]}]']  # of a new version of the model
+    prompts.forget(engine.url)
+    assert same(await ask(prompts, engine, prompt="hello"), "x")
+    assert prompts.counts["remembered"] == 0 and prompts.known_tokens == 1 + 256
 
 
 @with_engine
@@ -333,12 +316,12 @@ def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
             chains = await asyncio.gather(*(ask(prompts, engine, prompt=text) for text in "abcd"))
             assert chains == [None] * 4 and loop.time() - begun < PATIENCE_SECONDS / 3
             assert prompts.counts["busy"] == 2
-            await prompts.close()
+            prompts.close()
         prompts = PromptChains(client, seconds=5)  # the engine is gone
         for text in "abcd":
             assert await ask(prompts, engine, prompt=text) is None
         assert prompts.counts["failed"] == 4
-        await prompts.close()
+        prompts.close()
 
     asyncio.run(inside())
 
@@ -356,7 +339,7 @@ def test_what_is_remembered_is_bounded() -> None:
             # one that is too large is not remembered, and leaves no trace
             assert await ask(prompts, engine, prompt="x" * 5000) is not None
             assert prompts.known_tokens == 0
-            await prompts.close()
+            prompts.close()
 
     asyncio.run(inside())
 
@@ -371,7 +354,7 @@ def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await ask(prompts, engine, prompt="x" * 100) is not None
             assert await ask(prompts, engine, prompt="x" * 500) is None
             assert prompts.counts["failed"] == 1
-            await prompts.close()
+            prompts.close()
 
     asyncio.run(inside())
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel'")
 
-from kvferry.router.choice.model import PARTS
+from kvferry.router.choice import PARTS
 from kvferry.router.spans import ENDPOINTS, RouterSpans
 from otlp_collector import Collector, attributes
 from router_cluster import CHUNKS, Cluster, cluster, quick

@@ -11,7 +11,7 @@ import yaml
 
 from kvferry.pool.orders import METRICS
 from kvferry.router.api import RouterConfig
-from kvferry.router.app import Status
+from kvferry.router.app import metrics_text
 from kvferry.router.flow import Router
 from kvferry.vllm.metrics import BY_REASON, COUNTERS, HISTOGRAMS, LEVELS
 
@@ -31,7 +31,7 @@ def exposed() -> dict[str, set[str]]:
     found |= {f"kvferry_{name}": set() for name in LEVELS}
     found = {f"vllm:{name}": labels | {"model_name"} for name, labels in found.items()}
     config = RouterConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
-    text = Status(Router(config)).metrics_text()
+    text = metrics_text(Router(config))
     for name, labels in re.findall(r"^(kvferry_\w+)(?:{(.*)})? ", text, re.M):
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     return {name: labels | {"instance"} for name, labels in found.items()}

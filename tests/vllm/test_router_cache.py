@@ -27,9 +27,8 @@ from vllm.distributed.kv_events import (
 )
 
 from kvferry.router.api import Generation
-from kvferry.router.cache.chain import Namespace, PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
-from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.index import CacheIndex, Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,
@@ -235,7 +234,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
         assert rendered.counts["asked"] == len(asked) - 1 and rendered.counts["remembered"] >= 7
     finally:
         for prompts in ways:
-            await prompts.close()
+            prompts.close()
         transport.close()
         await client.aclose()
         task.cancel()

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The admin API: the fleet as a resource, for those who have the token.
+"""The admin API: the fleet as a resource, for clients with the token.
 
     GET    /admin/engines             all engines, with their state
-    POST   /admin/engines             add one: {"url", "roles", "events", "replay", "weight"}; one
-                                      that drains is taken back, and keeps what is not said
-    PATCH  /admin/engines?url=URL     change it: roles, events, replay, weight, or "draining":
-                                      "remove" or "stay" (what comes after it), or null to take it
-                                      back
-    DELETE /admin/engines?url=URL     forget it at once; what runs there goes on to its end
+    POST   /admin/engines             add one: {"url", "roles", "events", "replay", "weight"}, or
+                                      take a draining one back, with its former values by default
+    PATCH  /admin/engines?url=URL     change roles, events, replay or weight; or drain it, with
+                                      "draining": "remove" or "stay"; null takes it back
+    DELETE /admin/engines?url=URL     forget it at once; its running requests go on to their end
 
 An answer has a "warning" where the change left no decode engine.
 
-Without a token these routes do not exist. Every request needs `Authorization: Bearer TOKEN`, before
-its body is read; a body has 64 KiB at most. Errors have OpenAI's format. An engine that a file or a
-name brought is changed there, because it would come back otherwise: here it can only be drained to
-stay, and taken back.
+Without a token these routes do not exist. Every request needs `Authorization: Bearer TOKEN`, which
+is checked before its body is read; a body has 64 KiB at most. Errors have OpenAI's format. Change
+an engine of a fleet file or a DNS name there, because its source would bring it back. Here it can
+only be drained to stay, and taken back.
 """
 
 from __future__ import annotations
@@ -158,18 +157,18 @@ def described(engine: UpstreamEngine) -> dict[str, Any]:
 
 
 def _fields(engine: UpstreamEngine) -> dict[str, Any]:
-    """What a request may say of an engine, as it is now."""
+    """The fields of an engine that a request may set, with their present values."""
     now = {name: getattr(engine.spec, name) for name in SPEC_FIELDS}
     return now | {"roles": sorted(engine.roles)}
 
 
 def _ours(engine: UpstreamEngine) -> bool:
-    """Whether nobody but this API says what the engine is, once the router runs."""
+    """Whether only this API can change the engine while the router runs."""
     return engine.spec.source in (SOURCE, COMMAND_LINE)
 
 
 def _require_ours(engine: UpstreamEngine) -> None:
-    """Refuse to change what a file or a name would bring back."""
+    """Refuse to change an engine that a file or a name would bring back."""
     if not _ours(engine):
         raise ApiError(
             409,

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of OpenAI's API that the router understands, and the router's configuration.
 
-A request is a JSON object whose values stay the bytes that came. The router replaces only the few
-values that a prefill must not see. So a field that an engine understands and the router does not is
-neither lost nor rounded.
+A request is a JSON object whose values stay as received, in bytes. The router replaces only the few
+values that a prefill must not see, so fields that only the engine understands pass unchanged.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -22,9 +22,10 @@ import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.names import at_port
+from kvferry.router.choice import Role
 
+log = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
-Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PARAMS = "kv_transfer_params"
@@ -35,11 +36,11 @@ _PREFILL = {
     "stream": b"false",
     PARAMS: b'{"do_remote_decode":true,"do_remote_prefill":false}',
 }
-# Useless with one token; engines refuse them together with it.
+# They mean nothing for one token, and engines refuse them together with `max_tokens` 1.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-# Of the router's answers; an engine's are not passed on.
+# Headers that the router sets on its answers; the same headers of an engine are dropped.
 REQUEST_ID, PATH, DECISION = b"x-request-id", b"x-kvferry-path", b"x-kvferry-decision"
 OWN_HEADERS = (REQUEST_ID, PATH, DECISION)
 # Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers that each sender
@@ -50,28 +51,20 @@ _HOP_BY_HOP = {
     *(b"host", b"content-length", b"date", b"server", *OWN_HEADERS),
 }
 # A dict of short fields takes 18 times the memory of its JSON, and 0.9 us per field. Each field has
-# a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Colons in prompts
-# count too; the limit is above what we expect there. The dict stays as long as its request, so what
-# stays has a lower limit.
+# a colon, so a limit on colons bounds both before the dict is made: 90 MB, 0.5 s. Prompts have
+# fewer colons. The dict lives as long as its request, so its fields have a lower limit.
 _MAX_COLONS = 500_000
 _MAX_FIELDS = 1024
 
 
 class StreamSink(Protocol):
-    """Where a stream goes."""
+    """The receiver of a stream."""
 
     def take(self, data: bytes, last: bool) -> bool:
-        """The next bytes. Returns whether no more should come until `on_drain` calls."""
+        """Take the next bytes. Returns whether to pause until `on_drain`'s callback is called."""
 
     def on_drain(self, go_on: Callable[[], None] | None) -> None:
-        """What to call when more may come."""
-
-
-class StreamRest(Protocol):
-    """What of a stream has not come yet."""
-
-    async def pass_on(self, sink: StreamSink) -> None:
-        """Give it to `sink` as it comes; returns at its end."""
+        """Set the callback for when the receiver has room again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,8 @@ class Answer:
     status: int
     headers: Headers
     body: bytes  # of a stream, the first bytes
-    rest: StreamRest | None = None  # of a stream, the other bytes
+    # Of a stream: passes the other bytes to a sink as they arrive, and returns at their end.
+    rest: Callable[[StreamSink], Awaitable[None]] | None = None
 
 
 def json_answer(value: object, status: int = 200) -> Answer:
@@ -127,7 +121,7 @@ class Generation:
         return self._get("stream") == b"true"
 
     def max_tokens(self) -> int | None:
-        """Of the answer, as the client wants it; None: it does not say."""
+        """The client's limit for the answer, or None."""
         for name in ("max_completion_tokens", "max_tokens"):
             value = self._get(name)
             if value.isdigit() and len(value) < 10:
@@ -204,7 +198,7 @@ def request_id_of(headers: Headers) -> bytes:
 
 
 def client_seconds(headers: Headers, most: float) -> float | None:
-    """How long the client wants to wait for the whole answer, at most `most`; None: no word.
+    """The client's deadline for the whole answer, at most `most` seconds; None if it sets none.
 
     Raises ApiError.
     """
@@ -249,6 +243,7 @@ def _many(value: bytes) -> bool:
 _TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 _LEAST_WEIGHT = 0.001
 COMMAND_LINE = "the command line"  # as a source of engines
+_WITHOUT_EFFECT = ("max_engines",)  # limits of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +251,6 @@ class Limits:
     """Every deadline and bound of the router. None can be switched off."""
 
     tries: int = 3  # engines asked for one request, at most, per stage
-    max_engines: int = 256
     max_running: int = 1024  # requests at one engine; more wait in the line
     max_queued: int = 512  # requests in that line; more are answered 429
     max_index_blocks: int = 2_000_000  # of engines' caches that are known, of all engines together
@@ -303,12 +297,6 @@ class Limits:
                 raise DescriptionError(f"{limit.name} must be more than 0, and finite: {value!r}")
         if self.address_share > 1:
             raise DescriptionError(f"address_share must be 1 at most, not {self.address_share!r}")
-        largest = 2 * max(self.max_body_bytes, self.max_answer_bytes)
-        if largest > self.max_held_bytes * self.address_share:
-            raise DescriptionError(
-                f"max_held_bytes times address_share must be {largest} at least, twice the largest "
-                f"body or answer; it is {self.max_held_bytes * self.address_share:g}"
-            )
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Limits:
@@ -317,6 +305,9 @@ class Limits:
         given = {}
         for text in texts:
             name, _, value = text.partition("=")
+            if name in _WITHOUT_EFFECT:
+                log.warning("the limit %s has no effect any more", name)
+                continue
             if name not in kinds:
                 names = ", ".join(kinds)
                 raise DescriptionError(f"{name!r} is no limit of the router; there are: {names}")
@@ -406,20 +397,11 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.place not in get_args(PlaceBy):
             raise DescriptionError(f"--place must be cost or load; found {self.place!r:.80}")
-        for name in (*ROLES, "both"):
-            object.__setattr__(self, name, tuple(_engine_url(url) for url in getattr(self, name)))
         if not (self.decode or self.both or self.fleet_file or self.token):
             raise DescriptionError(
                 "a router needs at least one decode engine; none was given. Name one, or a fleet "
                 "file, or a token with which engines can be added later"
             )
-        urls = self.prefill + self.decode + self.both
-        for url in urls:
-            if urls.count(url) > 1:
-                raise DescriptionError(
-                    f"the engine {url} is named {urls.count(url)} times; name each engine once, "
-                    "as prefill, as decode, or for both as an engine"
-                )
         self.specs()
 
     def specs(self) -> list[EngineSpec]:
@@ -434,15 +416,22 @@ class RouterConfig:
                 )
             first, _, second = addresses.partition(",")
             events[url if url == "*" else _engine_url(url)] = (first, second or None)
-        named = {url: {role} for role in ROLES for url in getattr(self, role)}
-        named |= {url: set(ROLES) for url in self.both}
+        named: dict[str, frozenset[Role]] = {}
+        prefill, decode = ROLES
+        for roles, urls in (
+            ([prefill], self.prefill),
+            ([decode], self.decode),
+            (list(ROLES), self.both),
+        ):
+            for url in map(_engine_url, urls):
+                if url in named:
+                    message = f"the engine {url} is named twice; name it once"
+                    raise DescriptionError(f"{message}, with --engine if it has both roles")
+                named[url] = frozenset(roles)
         if unknown := set(events) - set(named) - {"*"}:
             raise DescriptionError(f"events of {sorted(unknown)}, which is no engine that is named")
         nothing = events.get("*", (None, None))
-        return [
-            EngineSpec(url, frozenset(roles), *events.get(url, nothing))
-            for url, roles in named.items()
-        ]
+        return [EngineSpec(url, roles, *events.get(url, nothing)) for url, roles in named.items()]
 
 
 def _engine_url(text: str) -> str:

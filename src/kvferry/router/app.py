@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a server: its routes, how requests end, and status pages.
+"""The router as a server: its routes, the end of each request, and its status.
 
 `ApiRoute` serves a route of the API. Each of its requests ends in one of `flow.OUTCOMES`, and in
-one line of the log. `StatusRoute` serves what the router knows by itself: /health and /metrics
-(`Status`), the page for people (`page`), the admin API (`admin`).
+one line of the log. `status_route` serves what the router knows by itself: /health, /metrics, the
+page for people (`live`), the admin API (`admin`).
 """
 
 from __future__ import annotations
@@ -35,21 +35,26 @@ from kvferry.router.api import (
     json_answer,
     request_id_of,
 )
-from kvferry.router.clients import ClientConnection, ClientRequest, Route, require_method
+from kvferry.router.clients import (
+    LIVE_STREAM,
+    ClientConnection,
+    ClientRequest,
+    Guard,
+    Route,
+    require_method,
+)
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
-    LIVE_STREAM,
     RETRY_SECONDS,
     ClientGone,
-    Guard,
     RequestMemory,
     read_body,
     require_short,
 )
-from kvferry.router.page.live import LivePage, LiveStream
+from kvferry.router.live import LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
-from kvferry.router.spans import RequestSpans, sending
+from kvferry.router.spans import RequestSpans, RouterSpans
 from kvferry.units import require_port
 
 log = logging.getLogger(__name__)
@@ -61,22 +66,22 @@ class RouterApp:
 
     def __init__(self, config: RouterConfig) -> None:
         self.router = router = Router(config)
-        status, page = Status(router), LivePage(router.live)
+        text = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         self.routes: dict[str, Route] = {
-            **dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate)),
-            "/v1/models": ApiRoute(router, ("GET", "HEAD"), router.pass_on),
-            "/health": StatusRoute(status.health),
-            "/metrics": StatusRoute(status.metrics),
-            "/": StatusRoute(page.page),
-            "/live": StatusRoute(page.state),
-            LIVE_STREAM: LiveStream(router.live, config.limits),
+            **dict.fromkeys(COMPLETIONS, ApiRoute(router, ("POST",), router.generate).serve),
+            "/v1/models": ApiRoute(router, ("GET", "HEAD"), router.pass_on).serve,
+            "/health": status_route(lambda _: health(router)),
+            "/metrics": status_route(lambda _: Answer(200, text, metrics_text(router).encode())),
+            "/": status_route(lambda _: router.live.page()),
+            "/live": status_route(lambda _: router.live.as_json()),
+            LIVE_STREAM: LiveStream(router.live, config.limits).serve,
         }
         if config.token is not None:
             admin = Admin(router, config.token)
-            self.routes[ADMIN_PATH] = StatusRoute(admin.engines, ADMIN_METHODS)
+            self.routes[ADMIN_PATH] = status_route(admin.engines, ADMIN_METHODS)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Start and stop, as ASGI has it. Requests do not come here: see `ClientConnection`."""
+        """ASGI's start and stop. Requests go to `ClientConnection` instead."""
         await receive()
         async with self.running():
             await send({"type": "lifespan.startup.complete"})
@@ -86,14 +91,21 @@ class RouterApp:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         router = self.router
-        with sending() as router.spans:
-            async with (
-                router.sources.running(),
-                router.fleet.running(),
-                router.placing.running(),
-                router.live.looking(),
-            ):
-                yield
+        router.spans = RouterSpans.from_environment()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await router.sources.names.refresh()
+            await router.fleet.probe_all()
+            for part in (router.sources, router.fleet, router.placing, router.live):
+                tasks.append(asyncio.create_task(part.run()))
+            await asyncio.sleep(0)  # each of them begins
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if router.spans is not None:
+                router.spans.close()
 
 
 def connections_of(
@@ -153,8 +165,8 @@ def serve(config: RouterConfig, listen: Listen) -> None:
         RouterServer(settings, listen, connections.guard).run()
 
 
-# Ours, uvicorn's, and OpenTelemetry's of a collector that does not answer. No header but
-# X-Request-Id is ever logged.
+# Loggers of kvferry, of uvicorn, and of OpenTelemetry, for a collector that does not answer. The
+# only header that is ever logged is X-Request-Id.
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -167,29 +179,27 @@ _LOGGING: dict[str, Any] = {
 }
 
 
-class StatusRoute:
+def status_route(
+    answer: Callable[[ClientRequest], Answer | Awaitable[Answer]],
+    methods: Collection[str] = ("GET", "HEAD"),
+) -> Route:
     """A route that the router answers at once, by itself."""
 
-    def __init__(
-        self,
-        answer: Callable[[ClientRequest], Awaitable[Answer]],
-        methods: Collection[str] = ("GET", "HEAD"),
-    ) -> None:
-        self._answer = answer
-        self._methods = methods
-
-    async def serve(self, request: ClientRequest) -> None:
+    async def serve(request: ClientRequest) -> None:
         try:
-            require_method(request, self._methods)
-            answer = await self._answer(request)
+            require_method(request, methods)
+            found = answer(request)
+            answered = found if isinstance(found, Answer) else await found
         except ApiError as error:
-            answer = error.answer
+            answered = error.answer
         except ClientGone:
             return
         except Exception:  # a bug of the router
             log.exception("%s %s broke the router", request.head.method, request.path)
-            answer = _broken().answer
-        request.answer(answer)
+            answered = _broken().answer
+        request.answer(answered)
+
+    return serve
 
 
 def _broken() -> ApiError:
@@ -320,93 +330,79 @@ def _by_status(status: int) -> str:
     return odd.get(status, "client_error" if status < 500 else "engine_error")
 
 
-class Status:
-    """/health and /metrics of one router."""
+def health(router: Router) -> Answer:
+    """200 while requests can be served: `ok`, or `degraded` if an engine is down."""
+    fleet = router.fleet
+    well = all(engine.up or engine.draining for engine in fleet.engines)
+    state = "down" if not fleet.some_up("decode") else "ok" if well else "degraded"
+    engines = [
+        {
+            "url": engine.url,
+            "role": engine.role,
+            "healthy": engine.up,
+            "draining": engine.draining,
+            "in_flight": engine.in_flight,
+            "reason": engine.reason or None,
+        }
+        for engine in fleet.engines
+    ]
+    body = {"status": state, "in_flight": router.places.taken, "engines": engines}
+    return json_answer(body, 503 if state == "down" else 200)
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
 
-    async def health(self, request: ClientRequest) -> Answer:
-        """200 while requests can be served: `ok`, or `degraded` if an engine is down."""
-        state = self._state()
-        engines = [
-            {
-                "url": engine.url,
-                "role": engine.role,
-                "healthy": engine.up,
-                "draining": engine.draining,
-                "in_flight": engine.in_flight,
-                "reason": engine.reason or None,
-            }
-            for engine in self._router.fleet.engines
-        ]
-        body = {"status": state, "in_flight": self._router.places.taken, "engines": engines}
-        return json_answer(body, 503 if state == "down" else 200)
+def metrics_text(router: Router) -> str:
+    """All counts since the start, in Prometheus' text format."""
+    placing = router.placing
+    engines, files, budget = router.fleet.engines, router.sources.files, router.budget
+    lines: list[str] = []
 
-    async def metrics(self, request: ClientRequest) -> Answer:
-        """All counts since the start, in Prometheus' text format."""
-        kind = b"text/plain; version=0.0.4; charset=utf-8"
-        return Answer(200, [(b"content-type", kind)], self.metrics_text().encode())
+    def add(name: str, what: str, samples: Mapping[str, int] | int) -> None:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        name = f"kvferry_router_{name}"
+        lines.extend((f"# HELP {name} {what}", f"# TYPE {name} {kind}"))
+        samples = {"": samples} if isinstance(samples, int) else samples
+        lines.extend(f"{name}{labels} {value}" for labels, value in samples.items())
 
-    def metrics_text(self) -> str:
-        router, placing = self._router, self._router.placing
-        engines, files, budget = router.fleet.engines, router.sources.files, router.budget
-        lines: list[str] = []
+    def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
+        return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
 
-        def add(name: str, what: str, samples: Mapping[str, int] | int) -> None:
-            kind = "counter" if name.endswith("_total") else "gauge"
-            name = f"kvferry_router_{name}"
-            lines.extend((f"# HELP {name} {what}", f"# TYPE {name} {kind}"))
-            samples = {"": samples} if isinstance(samples, int) else samples
-            lines.extend(f"{name}{labels} {value}" for labels, value in samples.items())
+    def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
+        return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
 
-        def by(label: str, counts: Mapping[str, int]) -> dict[str, int]:
-            return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
-
-        def each(of: Callable[[UpstreamEngine], int]) -> dict[str, int]:
-            return {f'{{engine="{_escape(e.url)}",role="{e.role}"}}': of(e) for e in engines}
-
-        add("requests_total", "Requests by how they ended.", by("outcome", router.requests))
-        add("retries_total", "Engines asked again.", by("stage", router.retries))
-        alone = by("reason", router.fallbacks)
-        add("fallbacks_total", "Requests decoded without a prefill engine.", alone)
-        add("in_flight", "Requests that are being served.", router.places.taken)
-        add("waiting", "Requests that wait for a decode engine.", router.fleet.turns.waiting)
-        used = {f'{{file="{f.name}",result="used"}}': f.used for f in files}
-        bad = {f'{{file="{f.name}",result="refused"}}': f.refused for f in files}
-        add("reloads_total", "Contents of watched files.", used | bad)
-        good = by("file", {f.name: int(not f.problem) for f in files})
-        add("file_good", "Whether what a watched file says now is used.", good)
-        add("dns_failures_total", "Names that were not resolved.", router.sources.names.failures)
-        add("retries_refused_total", "Retries that the budget refused.", budget.refused)
-        add("retry_budget", "Retries that are left now.", int(budget.left))
-        add("held_bytes", "Charged for bodies and answers.", router.memory.taken)
-        add("engine_up", "Whether the engine gets requests.", each(lambda e: int(e.up)))
-        draining = each(lambda e: int(e.draining is not None))
-        add("engine_draining", "Whether the engine drains, or is drained.", draining)
-        add("engine_trial", "Requests that it gets at a time, on trial.", each(lambda e: e.trial))
-        add("engine_in_flight", "Requests at the engine.", each(lambda e: e.in_flight))
-        add("engine_failures_total", "Failed probes, requests.", each(lambda e: e.failures))
-        hits = by("source", placing.hit_tokens)
-        add("prompt_tokens_total", "Tokens of prompts, by where they came from.", hits)
-        add("choices_total", "Requests by how they were placed.", by("way", placing.choices))
-        asked = by("how", placing.prompts.counts)
-        add("tokenized_total", "Prompts by how their tokens were found.", asked)
-        known, lost = {}, {}
-        for url, stats in placing.index.stats().items():
-            engine = f'engine="{_escape(url)}"'
-            known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
-            lost[f"{{{engine}}}"] = stats.lost_events
-        add("cache_blocks", "Blocks that the router believes an engine holds.", known)
-        add("cache_lost_events_total", "Batches of KV events that were lost.", lost)
-        return "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
-
-    def _state(self) -> str:
-        fleet = self._router.fleet
-        if not fleet.some_up("decode"):
-            return "down"
-        well = all(engine.up or engine.draining for engine in fleet.engines)
-        return "ok" if well else "degraded"
+    add("requests_total", "Requests by how they ended.", by("outcome", router.requests))
+    add("retries_total", "Engines asked again.", by("stage", router.retries))
+    alone = by("reason", router.fallbacks)
+    add("fallbacks_total", "Requests decoded without a prefill engine.", alone)
+    add("in_flight", "Requests that are being served.", router.places.taken)
+    add("waiting", "Requests that wait for a decode engine.", router.fleet.turns.waiting)
+    used = {f'{{file="{f.name}",result="used"}}': f.used for f in files}
+    bad = {f'{{file="{f.name}",result="refused"}}': f.refused for f in files}
+    add("reloads_total", "Contents of watched files.", used | bad)
+    good = by("file", {f.name: int(not f.problem) for f in files})
+    add("file_good", "Whether what a watched file says now is used.", good)
+    add("dns_failures_total", "Names that were not resolved.", router.sources.names.failures)
+    add("retries_refused_total", "Retries that the budget refused.", budget.refused)
+    add("retry_budget", "Retries that are left now.", int(budget.left))
+    add("held_bytes", "Charged for bodies and answers.", router.memory.taken)
+    add("engine_up", "Whether the engine gets requests.", each(lambda e: int(e.up)))
+    draining = each(lambda e: int(e.draining is not None))
+    add("engine_draining", "Whether the engine drains, or is drained.", draining)
+    add("engine_trial", "Requests that it gets at a time, on trial.", each(lambda e: e.trial))
+    add("engine_in_flight", "Requests at the engine.", each(lambda e: e.in_flight))
+    add("engine_failures_total", "Failed probes, requests.", each(lambda e: e.failures))
+    hits = by("source", placing.hit_tokens)
+    add("prompt_tokens_total", "Tokens of prompts, by where they came from.", hits)
+    add("choices_total", "Requests by how they were placed.", by("way", placing.choices))
+    asked = by("how", placing.prompts.counts)
+    add("tokenized_total", "Prompts by how their tokens were found.", asked)
+    known, lost = {}, {}
+    for url, stats in placing.index.stats().items():
+        engine = f'engine="{_escape(url)}"'
+        known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
+        lost[f"{{{engine}}}"] = stats.lost_events
+    add("cache_blocks", "Blocks that the router believes an engine holds.", known)
+    add("cache_lost_events_total", "Batches of KV events that were lost.", lost)
+    return "\n".join(lines) + "\n" + generate_latest(router.registry).decode()
 
 
 def _escape(label: str) -> str:

@@ -15,24 +15,36 @@ One request at a time: what comes ahead waits, up to 64 KiB. A client that close
 or only its sending half, is gone: its request is cancelled. Bytes that are no HTTP are answered
 with 400 and the end of the connection.
 
-`Guard` counts connections and closes those that are overdue.
+`Guard` limits connections, in total and per client address. A connection is at one of three stages,
+and each stage has its deadline:
+
+    HEAD     no complete request yet: new, idle, or sending headers      `header_seconds`
+    BODY     the headers are complete, the body is not                   see `guard.read_body`
+    SERVING  the request is complete, its answer is not                  `client_seconds` for a
+                                                                         client that does not read
+
+When an address or the router has no connection left, the oldest one at HEAD is closed, then the
+oldest one at BODY. So an incomplete request never keeps a complete one out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
+import resource
 import socket
 import struct
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from uvicorn.server import ServerState
 
+from kvferry.errors import DescriptionError
 from kvferry.router.api import Answer, ApiError, Headers, Limits
-from kvferry.router.guard import LIVE_STREAM, ClientGone, Guard, Stage, address_of
+from kvferry.router.guard import ClientGone, Quota, address_of
 from kvferry.router.http1 import (
     HeadTooLong,
     HttpError,
@@ -44,18 +56,23 @@ from kvferry.router.http1 import (
 )
 
 log = logging.getLogger(__name__)
+Route = Callable[["ClientRequest"], Coroutine[Any, Any, None]]  # serves requests for one path
 
-# Read at a time, as asyncio's 256 KiB take the allocator long; of a body, that waits until the
-# request takes it; and that a client may send ahead while the router serves its request.
+# One limit for three things: a read (asyncio's 256 KiB take the allocator long), the part of a body
+# that waits until the request takes it, and the bytes that a client may send ahead.
 _MOST_BYTES = 64 << 10
+LIVE_STREAM = "/live/stream"  # see `live`
+_MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
+_OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
+_SWEEP_SECONDS = 0.5
 _WITHOUT_BODY = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Route(Protocol):
-    """Serves the requests for one path."""
-
-    def serve(self, request: ClientRequest) -> Coroutine[Any, Any, None]: ...
+class Stage(enum.Enum):
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    SERVING = enum.auto()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -65,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
     routes: Mapping[str, Route]  # by path
     transport: asyncio.Transport
     stage: Stage | None = None  # None: not admitted, or lost
-    since = 0.0  # when the client last did what its stage asks for, in the loop's time
+    since = 0.0  # when the client last made progress in its stage, in the loop's time
 
     def __init__(self, server_state: ServerState, **_of_uvicorn: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -85,7 +102,7 @@ class ClientConnection(asyncio.Protocol):
             self.opened()
 
     def admit(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # other loops have their own classes
+        self.transport = cast(asyncio.Transport, transport)  # event loops have their own classes
         peer = transport.get_extra_info("peername")
         self.address = address_of(peer)
         self.guard.admit(self)
@@ -197,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
             self._read(data)
 
     def _refuse(self, error: HttpError) -> None:
-        """What comes is no HTTP: say so, if nothing else is being said, and close."""
+        """The bytes are no HTTP: answer so, unless an answer has begun, and close."""
         request = self.request
         self.request = None
         if request is not None and request.answered:  # a second answer would be the next request's
@@ -226,7 +243,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class ClientRequest:
-    """One request of a client, and its answer."""
+    """A client's request, and its answer."""
 
     def __init__(self, connection: ClientConnection, head: RequestHead) -> None:
         self.connection = connection
@@ -253,7 +270,7 @@ class ClientRequest:
             self.answer(_not_served(404, self).answer)
             return
         tasks = connection.server_state.tasks
-        self.task = connection.loop.create_task(route.serve(self))
+        self.task = connection.loop.create_task(route(self))
         tasks.add(self.task)
         self.task.add_done_callback(tasks.discard)
 
@@ -332,8 +349,8 @@ class ClientRequest:
                 lines.append((b"transfer-encoding", b"chunked"))
             else:  # the body ends with the connection
                 self.keeps = False
-        # A client that waits for 100 Continue may now send its body, or its next request. Nobody
-        # could tell which.
+        # A client that waits for 100 Continue may now send its body or its next request, and the
+        # router could not tell which.
         waits = self.head.continues and not self.head.body.whole
         self.keeps = self.keeps and not closes and not waits
         if not self.keeps and not closes:
@@ -394,6 +411,66 @@ class ClientRequest:
             raise ClientGone
 
 
+class Guard:
+    """All connections of one server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.most = _connections_by_files(limits)
+        self._quota = Quota(self.most, limits.address_share)
+        # By stage; connections that reached the stage first come first.
+        self._stages: dict[Stage, dict[ClientConnection, None]] = {stage: {} for stage in Stage}
+        self._sweeping = False
+        self.stopping = False  # connections that open now get one answer
+
+    @property
+    def backlog(self) -> int:
+        """Connections that the event loop accepts at once, before any of them is admitted."""
+        # The loop accepts up to twice before `admit` is called.
+        return max(1, min(self.most, _MOST_AHEAD) // 2)
+
+    def admit(self, new: ClientConnection) -> None:
+        """Let a connection in, if necessary in place of the oldest without a complete request."""
+        while lack := self._quota.take(new.address):
+            if not self._close_oldest(new.address if lack == "address" else None):
+                new.transport.abort()
+                return
+        new.stage, new.since = Stage.HEAD, new.loop.time()
+        self._stages[Stage.HEAD][new] = None
+        if not self._sweeping:
+            self._sweeping = True
+            self._sweep(new.loop)
+
+    def forget(self, connection: ClientConnection) -> None:
+        if connection.stage is not None:
+            del self._stages[connection.stage][connection]
+            self._quota.take(connection.address, -1)
+            connection.stage = None
+
+    def moved(self, connection: ClientConnection, stage: Stage) -> None:
+        if connection.stage not in (None, stage):
+            del self._stages[connection.stage][connection]
+            self._stages[stage][connection] = None
+            connection.stage, connection.since = stage, connection.loop.time()
+
+    def _close_oldest(self, address: str | None) -> bool:
+        """Close the oldest connection without a complete request; False if there is none."""
+        for stage in (Stage.HEAD, Stage.BODY):
+            for connection in self._stages[stage]:
+                if address in (None, connection.address):
+                    self.forget(connection)
+                    connection.transport.abort()
+                    return True
+        return False
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connections in self._stages.values():
+            for connection in [c for c in connections if c.overdue(now, self._limits)]:
+                connection.transport.abort()
+        loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+
+
 def require_method(request: ClientRequest, methods: Collection[str]) -> None:
     """Refuse a request with another method. Raises ApiError."""
     if request.head.method not in methods:
@@ -403,7 +480,30 @@ def require_method(request: ClientRequest, methods: Collection[str]) -> None:
 
 
 def _not_served(status: int, request: ClientRequest) -> ApiError:
-    """There is no such path (404), or it has no such method (405)."""
+    """The error for an unknown path (404) or method (405)."""
     code = "not_found" if status == 404 else "method_not_allowed"
     message = f"{request.head.method} {request.path} is not served by the router"
     return ApiError(status, code, message)
+
+
+def _connections_by_files(limits: Limits) -> int:
+    """The number of connections that the limit of descriptors allows; raises that limit if needed.
+
+    A connection may need four: its own, one that is accepted ahead of it, and for a request in
+    flight a busy and an idle one to an engine.
+    """
+    wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
+    needed = _OWN_FILES + wanted + min(3 * wanted, others)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = soft - _OWN_FILES
+    most = min(wanted, max(left // 4, left - others))
+    if most < 1:
+        raise DescriptionError(
+            f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
+        )
+    return most

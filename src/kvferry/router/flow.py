@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request, from prefill to the last byte.
+"""The life of a request, from its placement to the last byte of its answer.
 
-    1. `placing` chooses by expected time where the request is decoded, and whether another engine
-       prefills it. Without the prompt's tokens, both are the engines with the fewest requests. The
-       decode engine counts the request while another one prefills.
+    1. `placing` chooses by expected time which engine decodes the request, and whether another one
+       prefills it. Without the prompt's tokens, the engines with the fewest requests are taken. The
+       request counts at its decode engine while the other one prefills.
     2. A prefill engine gets the request for one token, with `do_remote_decode`. Its answer holds
        a ticket: `kv_transfer_params`. An engine with both roles never hands over to itself. A
-       request that is computed where it is decoded skips this.
+       request that is computed where it is decoded skips this step.
     3. The decode engine gets the request as the client wrote it, and the unchanged ticket.
     4. Its answer goes to the client byte for byte: streams as they come, others when complete.
 
@@ -19,7 +19,7 @@ What happens when an engine fails before the first byte to the client:
       connection
     decode engine fails otherwise   prefill again, then another decode engine: the failed one may
       (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
-    all decode engines are busy     the request waits in line (`turns`) up to `queue_seconds`; then
+    all decode engines are busy     the request waits in line (`Turns`) up to `queue_seconds`; then
                                     429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
                                     that failed it and has started again; then 503, with the
@@ -28,15 +28,15 @@ What happens when an engine fails before the first byte to the client:
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
     decode answers too much         502: another engine would answer as much
-    too many requests fail          retries that an engine would notice have a budget for all
-                                    requests together; without it, the first failure counts
+    too many requests fail          retries that reach an engine have one budget for all requests;
+                                    when it is used up, the first failure counts
 
 After the first byte nothing is tried again, because the client has tokens already. A stream of
 events passes event by event. If it is cut, the client gets the whole events, then an event with an
 error in OpenAI's format, and the end of the body, without `[DONE]`. A compressed stream, or one cut
-within an event of more than 64 KiB, has no place for that event: the router closes the connection
-in the middle of the answer, which every HTTP client notices. For HTTP/1.0, whose answers end with
-the connection, a cut stream ends with a reset of the connection behind the event with the error.
+within an event of more than 64 KiB, has no room for that event: the router closes the connection
+in the middle of the answer, which every HTTP client notices. An HTTP/1.0 answer ends with its
+connection, so there the router resets the connection behind the error.
 
 A client that disconnects cancels its request at any point. The router closes its connections to
 engines, and the engines abort. A ticket that no engine has claimed expires at the prefill engine.
@@ -64,8 +64,7 @@ from kvferry.router.api import (
     ticket_of,
 )
 from kvferry.router.cache.index import IndexStats
-from kvferry.router.choice.model import Decision, Option
-from kvferry.router.choice.rates import EngineMeter
+from kvferry.router.choice import Decision, Option
 from kvferry.router.clients import ClientRequest
 from kvferry.router.fleet.engines import (
     AnswerTooLong,
@@ -75,11 +74,11 @@ from kvferry.router.fleet.engines import (
     UpstreamEngine,
 )
 from kvferry.router.fleet.sources import Sources
-from kvferry.router.fleet.turns import LineFull, RetryBudget
-from kvferry.router.guard import MemoryLimit, Quota
+from kvferry.router.guard import LineFull, Quota, RetryBudget
 from kvferry.router.keys import EngineKey, Secrets
-from kvferry.router.page.live import CacheNow, EngineNow, LiveState, RouterNow
+from kvferry.router.live import CacheNow, EngineNow, LiveState, RouterNow
 from kvferry.router.placing import Placer, RequestWay
+from kvferry.router.rates import EngineMeter
 from kvferry.router.spans import RouterSpans
 
 OUTCOMES = (
@@ -118,12 +117,12 @@ LATENCIES = {
     "prefill_seconds": "Prefills that an engine answered with 200.",
 }
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_FEW = 3  # engines, or reasons, that a message names
+_FEW = 3  # engines or reasons that a message names
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class Router:
-    """Engines, connections and counters, which all requests share."""
+    """The engines, connections and counters that all requests share."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.limits = config.limits
@@ -143,7 +142,7 @@ class Router:
                 "engine_key", config.engine_key_file, self.engine_key.use, secret=True
             )
         self.places = Quota(config.limits.max_in_flight, config.limits.address_share)
-        self.memory = MemoryLimit(config.limits)
+        self.memory = Quota(config.limits.max_held_bytes, config.limits.address_share)
         self.budget = RetryBudget(config.limits.retry_share, config.limits.retry_burst)
         self.requests = Counter(dict.fromkeys(OUTCOMES, 0))
         self.retries = Counter(dict.fromkeys(RETRIES, 0))
@@ -160,7 +159,7 @@ class Router:
         self.spans: RouterSpans | None = None  # while the server runs, and was told of a collector
 
     def now(self) -> RouterNow:
-        """What the page shows of this moment."""
+        """The present state, for the page."""
         stats = self.placing.index.stats() if self.placing.by_cost else {}
         meters = self.placing.meters
         return RouterNow(
@@ -180,16 +179,16 @@ class Router:
         await _Trip(self, asked, Generation(body), reply).run()
 
     async def pass_on(self, asked: Incoming, body: bytes, reply: ClientReply) -> None:
-        """Serve what any decode engine can answer, such as the list of models."""
+        """Serve a request that any decode engine can answer, such as the list of models."""
         await _Trip(self, asked, None, reply).run()
 
 
-# After so long without ever being up, an engine is down, and not just starting.
-STARTING_SECONDS = 600.0
+STARTING_SECONDS = 600.0  # after which an engine that was never up counts as down, not starting
 
 
 def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
-    since, fits = engine.down_since, meter.fits()
+    since, running = engine.down_since, meter.running
+    prefill, step = meter.prefill_line.fit(), meter.step_line.fit()
     down = None if since is None else time.monotonic() - since
     decodes = "decode" in engine.roles
     cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
@@ -206,10 +205,10 @@ def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | 
         failures=engine.failures - engine.failed_probes,
         failed_probes=engine.failed_probes,
         waiting_tokens=max(0, round(meter.waiting_work)),
-        running=meter.running if decodes else None,
-        prefill_tokens_per_second=1 / fits.prefill.slope if fits.prefill else None,
+        running=running if decodes else None,
+        prefill_tokens_per_second=1 / prefill.slope if prefill else None,
         # An idle engine makes no steps.
-        step_ms=1000 * meter.step_seconds(fits.step) if fits.step and meter.running else None,
+        step_ms=1000 * (step.fixed + step.slope * running) if step and running else None,
         cache=cache,
     )
 
@@ -254,7 +253,7 @@ class ClientReply:
             self._by_events = self._between_events = not coded
             self.take(body, last=False)
             await request.drained()
-            await answer.rest.pass_on(self)
+            await answer.rest(self)
             return
         for at in range(0, len(body) - _PIECE_BYTES, _PIECE_BYTES):
             request.write(body[at : at + _PIECE_BYTES])
@@ -383,7 +382,7 @@ class _Trip:
         await self._give_up(failure)
 
     async def _may_retry(self, error: EngineFailure) -> bool:
-        """Whether another engine may be asked. What no living engine has seen is always free."""
+        """Whether another engine may be asked. Requests that reached no living engine are free."""
         if not error.delivered or self._router.budget.take():
             return True
         if error.broke_off:
@@ -395,7 +394,7 @@ class _Trip:
         return False
 
     def _choose(self) -> UpstreamEngine | None:
-        """The decode engine of the cheapest way, which is kept. None: there is no view of it."""
+        """The decode engine of the cheapest way, by cost; None: the prompt has no tokens."""
         self._chosen_prefill = None
         if self._placement is None or self._ticket:
             return None
@@ -418,7 +417,7 @@ class _Trip:
         return self._fleet.get(chosen.decode)
 
     def _show(self, decision: Decision) -> None:
-        """Show the first decision of this request on the page; what came of it is added later."""
+        """Show the first decision of this request on the page; its outcome is added later."""
         asked, placement = self._asked, self._placement
         if asked.placed is None and placement is not None:
             asked.placed = self._router.live.decided(
@@ -501,7 +500,7 @@ class _Trip:
                 seconds, begun = self._limits.prefill_seconds, time.monotonic()
                 asked.part("prefill", engine.url)
                 if placement is not None:
-                    placement.prefill(engine.url)
+                    placement.compute(engine.url, decoded_elsewhere=True)
                 asking = await fleet.ask(engine, asked, body, seconds, plain=True)
                 try:
                     got = asking.answer
@@ -515,7 +514,7 @@ class _Trip:
                     self._prefilled_by = engine.url if self._ticket else None
                     if self._ticket:
                         self._ticket_from = engine
-                        fleet.ticket_taken(engine)
+                        engine.tickets += 1
                     if placement is not None:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
@@ -548,20 +547,20 @@ class _Trip:
 
     async def _decode(self, engine: UpstreamEngine) -> None:
         """Pass one decode engine's answer to the client. Raises EngineFailure."""
-        asked, wanted = self._asked, self._wanted
+        asked, wanted, way, live = self._asked, self._wanted, self._placement, self._router.live
         streamed = wanted is None or wanted.streamed
         seconds = self._limits.first_byte_seconds if streamed else self._limits.answer_seconds
         # A GET has no body: an engine that does not expect one would take it for the next request
         # on the connection, which may be another client's.
         body = b"" if wanted is None else wanted.for_decode(self._ticket or b"")
-        if wanted is not None and asked.placed is None:  # without a choice by cost
-            why = next((said for said in asked.trail if said.startswith("decode-only")), "by load")
-            option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
-            self._show(Decision(option, (), why))
+        handed_over = bool(self._ticket)
         asked.part("decode", engine.url)
-        placement, handed_over = self._placement, bool(self._ticket)
-        if placement is not None:
-            placement.decode(engine.url, handed_over=handed_over)
+        if way is not None:
+            if asked.placed is None:  # without a choice by cost
+                said = (step for step in asked.trail if step.startswith("decode-only"))
+                option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
+                self._show(Decision(option, (), next(said, "by load")))
+            way.decode(engine.url, handed_over=handed_over)
         asking = await self._fleet.ask(engine, asked, body, seconds)
         try:
             got = asking.answer
@@ -569,30 +568,24 @@ class _Trip:
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
                 asked.part("stream")
-            if placement is not None and got.status == 200:
-                if got.rest is not None:
-                    placement.first()
-                    self._reply.saw = placement.saw
-                else:
-                    placement.saw(got.body)
-            if asked.placed is not None and placement is not None:
-                self._router.live.answered(
-                    asked.placed,
-                    placement.actual_seconds,
-                    prefill=self._prefilled_by if handed_over else None,
-                    decode=engine.url,
-                )
+            if way is None or asked.placed is None:
+                await self._send(got)
+                return
+            if got.status == 200 and got.rest is not None:
+                way.first()
+                self._reply.saw = way.saw
+            elif got.status == 200:
+                way.saw(got.body)
+            prefill = self._prefilled_by if handed_over else None
+            live.answered(asked.placed, way.actual_seconds, prefill=prefill, decode=engine.url)
             await self._send(got)
-            if placement is not None and got.status == 200:
-                placement.served(handed_over=handed_over)
-                if asked.placed is not None:
-                    self._router.live.served(asked.placed, placement.cached_tokens)
-                if placement.decision is not None and placement.actual_seconds is not None:
-                    expected, actual = (
-                        placement.decision.chosen.seconds,
-                        placement.actual_seconds,
-                    )
-                    asked.trail.append(f"expected {expected:.3f} s, took {actual:.3f} s")
+            if got.status == 200:
+                way.served(handed_over=handed_over)
+                live.served(asked.placed, way.cached_tokens)
+                if way.decision is not None and way.actual_seconds is not None:
+                    expected = way.decision.chosen.seconds
+                    took = f"expected {expected:.3f} s, took {way.actual_seconds:.3f} s"
+                    asked.trail.append(took)
         finally:
             asking.close()
 

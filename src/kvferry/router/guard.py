@@ -1,40 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits what slow, numerous or hostile clients can take of the router.
+"""Limits what slow, numerous or hostile clients take of the router, and what a rush or an outage
+costs the engines.
 
-Three things are limited, in total and per client address: connections, requests in flight, and the
-memory of bodies and answers. The address is that of the connection; headers such as
-X-Forwarded-For are not believed.
+`Quota` limits requests in flight and the memory of bodies and answers (`RequestMemory`), in total
+and per client address. The address is that of the connection; headers such as X-Forwarded-For are
+not believed. `clients.Guard` limits connections in the same way.
 
-A connection is at one of three stages, and each stage has its deadline:
+A request that finds no engine with room waits in one line (`Turns`). The line is bounded, in total
+and for one client. When there is room, clients take turns, and each client's requests go in their
+order; so a client with a hundred requests delays another one's first request by one. A new request
+never passes those that wait.
 
-    HEAD     no complete request yet: new, idle, or sending headers      `header_seconds`
-    BODY     the headers are complete, the body is not                   see `read_body`
-    SERVING  the request is complete, its answer is not                  `client_seconds` for a
-                                                                         client that does not read
-
-When an address or the router has no connection left, the oldest one at HEAD is closed, then the
-oldest one at BODY. So an incomplete request never keeps a complete one out.
+`RetryBudget` bounds retries by the requests that came: each request adds `retry_share`, each retry
+takes one, and `retry_burst` are there at the start. So engines that fail all requests get a tenth
+more of them, not `tries` times as many.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import ipaddress
-import resource
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from kvferry.errors import DescriptionError
+import anyio
+
+from kvferry.errors import KvferryError
 from kvferry.router.api import ApiError, Headers, Limits
 
-if TYPE_CHECKING:
-    from kvferry.router.clients import ClientConnection
-
-Lack = Literal["address", "all"]  # whose limit is reached
-
-LIVE_STREAM = "/live/stream"  # see `page`
+Lack = Literal["address", "all"]  # which limit is reached
 
 # An engine's server may refuse long headers by closing the connection, which looks like a failed
 # engine. These limits are a guess at what engines take.
@@ -46,15 +44,15 @@ _COPIES = 2
 # The first bytes of each request are free: a prompt of usual size must get in while large uploads
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
-_SWEEP_SECONDS = 0.5
 RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
-_OWN_FILES = 64  # descriptors of the interpreter, the log, the event loop, the listening socket
-_MOST_AHEAD = 1024  # connections that the event loop has accepted, and that are not admitted yet
+_ENDS = 64  # last requests that ended, from which the time until the next turn is estimated
+# Bounds of that estimate, which is a client's Retry-After.
+_SOONEST_SECONDS, _LATEST_SECONDS = 1.0, 60.0
 
 
 def address_of(client: tuple[Any, ...] | None) -> str:
     """The address that a quota counts: an IPv4 address, or an IPv6 /64, which is one customer."""
-    if not client:  # it is gone already
+    if not client:  # the client has gone already
         return ""
     address = ipaddress.ip_address(str(client[0]).partition("%")[0])
     if address.version == 4:
@@ -90,7 +88,7 @@ class Quota:
 
     @contextmanager
     def place(self, address: str, what: str, code: str, later_seconds: float) -> Iterator[None]:
-        """One of them, for a while. `what` and `code` say what it is. Raises ApiError 429."""
+        """Take one for the time of a `with`. `what` and `code` name it. Raises ApiError 429."""
         if lack := self.take(address):
             count = self.most if lack == "all" else f"{self.most_each} of your address"
             message = f"{what}: {count}, the most allowed; try again soon"
@@ -101,85 +99,30 @@ class Quota:
             self.take(address, -1)
 
 
-class MemoryLimit(Quota):
-    """The memory for bodies and answers of all requests."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.max_held_bytes, limits.address_share)
-        self.uploads: dict[RequestMemory, None] = {}  # unfinished bodies, the oldest first
-        self._grace_seconds = limits.progress_seconds
-
-    def drop_oldest(self, lack: Lack, wanted_by: RequestMemory) -> bool:
-        """Drop the oldest unfinished body, of one address or of all; False if there is none.
-
-        A body is safe for `progress_seconds`. Otherwise a steady flow of uploads would drop each
-        other, and none would ever be complete.
-        """
-        now = asyncio.get_running_loop().time()
-        for held in self.uploads:
-            if now - held.since < self._grace_seconds:
-                return False
-            fits = lack == "all" or held.address == wanted_by.address
-            if held.charged and held is not wanted_by and fits:
-                del self.uploads[held]
-                held.drop(lack)
-                return True
-        return False
-
-
 class RequestMemory:
-    """What one request holds of the memory for all bodies and answers."""
+    """What one request holds of the memory for all bodies and answers, which `memory` limits."""
 
-    def __init__(self, memory: MemoryLimit, address: str) -> None:
-        self.address = address
+    def __init__(self, memory: Quota, address: str) -> None:
         self.bytes = 0
-        self.charged = 0
-        self.dropped: Lack | None = None  # for want of this, another request has its memory
-        self.since = 0.0  # when its upload began, in the loop's time
-        self._memory = memory
-        self._deadline: asyncio.Timeout
+        self._memory, self._address = memory, address
+        self._charged = 0
 
     def add(self, count: int) -> None:
         """Charge for `count` more bytes; a negative count gives back. Raises ApiError."""
-        self.require_kept()
         self.bytes += count
-        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self.charged
-        while charge and (lack := self._memory.take(self.address, charge)):
-            if not self._memory.drop_oldest(lack, self):
-                raise self._refusal(lack)
-        self.charged += charge
-
-    @contextmanager
-    def upload(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Until the body is complete, another request may drop it, which ends its deadline."""
-        self._deadline, self.since = deadline, asyncio.get_running_loop().time()
-        self._memory.uploads[self] = None
-        try:
-            yield
-        finally:
-            self._memory.uploads.pop(self, None)
-
-    def drop(self, lack: Lack) -> None:
-        self.dropped = lack
-        self.close()
-        if not self._deadline.expired():
-            self._deadline.reschedule(self.since)
-
-    def require_kept(self) -> None:
-        """Raises ApiError if another request has its memory."""
-        if self.dropped:
-            raise self._refusal(self.dropped)
-
-    def close(self) -> None:
-        self._memory.take(self.address, -self.charged)
-        self.charged = 0
-
-    def _refusal(self, lack: Lack) -> ApiError:
+        charge = _COPIES * max(0, self.bytes - _FREE_BYTES) - self._charged
+        lack = self._memory.take(self._address, charge) if charge else None
         if lack == "address":
             message = f"your address has {self._memory.most_each} bytes here; try again soon"
-            return ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
-        message = f"the router holds {self._memory.most} bytes, its most; try again soon"
-        return ApiError(503, "router_full", message, RETRY_SECONDS)
+            raise ApiError(429, "too_many_bytes", message, RETRY_SECONDS)
+        if lack == "all":
+            message = f"the router holds {self._memory.most} bytes, its most; try again soon"
+            raise ApiError(503, "router_full", message, RETRY_SECONDS)
+        self._charged += charge
+
+    def close(self) -> None:
+        self._memory.take(self._address, -self._charged)
+        self._charged = 0
 
 
 class ClientGone(Exception):
@@ -221,19 +164,16 @@ async def read_body(
     size = fresh = 0  # fresh: bytes within the current progress_seconds
     try:
         async with asyncio.timeout_at(next_progress()) as deadline:
-            with held.upload(deadline):
-                while data := await read():
-                    size, fresh = size + len(data), fresh + len(data)
-                    if size > limits.max_body_bytes:
-                        raise too_large
-                    held.add(len(data))
-                    parts.append(data)
-                    if fresh >= limits.progress_bytes:
-                        deadline.reschedule(next_progress())
-                        fresh = 0
-            held.require_kept()
+            while data := await read():
+                size, fresh = size + len(data), fresh + len(data)
+                if size > limits.max_body_bytes:
+                    raise too_large
+                held.add(len(data))
+                parts.append(data)
+                if fresh >= limits.progress_bytes:
+                    deadline.reschedule(next_progress())
+                    fresh = 0
     except TimeoutError:
-        held.require_kept()
         timeout = ApiError(
             408,
             "request_timeout",
@@ -245,90 +185,131 @@ async def read_body(
     return b"".join(parts)
 
 
-class Stage(enum.Enum):
-    HEAD = enum.auto()
-    BODY = enum.auto()
-    SERVING = enum.auto()
+# Turns and retries
 
 
-class Guard:
-    """All connections of one server."""
+class LineFull(KvferryError):
+    """The line, or this client's part of it, is full."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self.most = _connections_by_files(limits)
-        self._quota = Quota(self.most, limits.address_share)
-        # By stage; connections that reached the stage first come first.
-        self._stages: dict[Stage, dict[ClientConnection, None]] = {stage: {} for stage in Stage}
-        self._sweeping = False
-        self.stopping = False  # connections that open now get one answer
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    besides: Collection[Any]
+    turn: asyncio.Future[bool]  # False: something changed, look again
+
+
+class Turns:
+    """The line of requests that wait for an engine with room."""
+
+    def __init__(
+        self,
+        most: int,
+        share: float,
+        room: Callable[[Collection[Any]], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`room` counts the requests that can go now, without those engines that it is given."""
+        self._quota = Quota(most, share)
+        self._room = room
+        self._clock = clock
+        self._line: dict[str, deque[_Waiting]] = {}  # by client; whose turn is next comes first
+        self._ahead = 0  # requests that have their turn, and have not gone yet
+        self._ends: deque[float] = deque(maxlen=_ENDS)
 
     @property
-    def backlog(self) -> int:
-        """Connections that the event loop accepts at once, before any of them is admitted."""
-        # The loop accepts up to twice before `admit` is called.
-        return max(1, min(self.most, _MOST_AHEAD) // 2)
+    def waiting(self) -> int:
+        return self._quota.taken
 
-    def admit(self, new: ClientConnection) -> None:
-        """Let a connection in, if necessary in place of the oldest without a complete request."""
-        while lack := self._quota.take(new.address):
-            if not self._close_oldest(new.address if lack == "address" else None):
-                new.transport.abort()
-                return
-        new.stage, new.since = Stage.HEAD, new.loop.time()
-        self._stages[Stage.HEAD][new] = None
-        if not self._sweeping:
-            self._sweeping = True
-            self._sweep(new.loop)
+    def at_once(self, besides: Collection[Any] = ()) -> bool:
+        """Whether a new request may go now."""
+        return not self._line and self._room(besides) > self._ahead
 
-    def forget(self, connection: ClientConnection) -> None:
-        if connection.stage is not None:
-            del self._stages[connection.stage][connection]
-            self._quota.take(connection.address, -1)
-            connection.stage = None
+    async def wait(self, client: str, besides: Collection[Any], seconds: float) -> bool:
+        """Wait for a turn. If there is none within `seconds`, or sooner if engines changed: False.
 
-    def moved(self, connection: ClientConnection, stage: Stage) -> None:
-        if connection.stage not in (None, stage):
-            del self._stages[connection.stage][connection]
-            self._stages[stage][connection] = None
-            connection.stage, connection.since = stage, connection.loop.time()
+        The caller uses its turn before it awaits anything. Raises LineFull.
+        """
+        if lack := self._quota.take(client):
+            most = self._quota.most_each if lack == "address" else self._quota.most
+            raise LineFull(f"{most} requests {'of this client ' * (lack == 'address')}wait")
+        mine = _Waiting(besides, asyncio.get_running_loop().create_future())
+        self._line.setdefault(client, deque()).append(mine)
+        gone = True  # by cancellation
+        try:
+            self.give()
+            with anyio.move_on_after(seconds):
+                await mine.turn
+            gone = False
+        finally:
+            self._quota.take(client, -1)
+            granted = mine.turn.done() and not mine.turn.cancelled() and mine.turn.result()
+            if granted:
+                self._ahead -= 1
+            else:
+                self._leave(client, mine)
+            if granted and gone:
+                self.give()  # to another
+        return granted
 
-    def _close_oldest(self, address: str | None) -> bool:
-        """Close the oldest connection without a complete request; False if there is none."""
-        for stage in (Stage.HEAD, Stage.BODY):
-            for connection in self._stages[stage]:
-                if address in (None, connection.address):
-                    self.forget(connection)
-                    connection.transport.abort()
-                    return True
-        return False
+    def give(self) -> None:
+        """Give turns to as many as there is room for."""
+        gave = True
+        while gave and self._line and self._room(()) > self._ahead:
+            gave = False
+            for client, line in list(self._line.items()):
+                found = next((w for w in line if self._room(w.besides) > self._ahead), None)
+                if found is None:
+                    continue
+                self._leave(client, found)
+                if line:  # the client is last now
+                    self._line[client] = self._line.pop(client)
+                self._ahead += 1
+                found.turn.set_result(True)
+                gave = True
 
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        for connections in self._stages.values():
-            for connection in [c for c in connections if c.overdue(now, self._limits)]:
-                connection.transport.abort()
-        loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+    def stir(self) -> None:
+        """Let all look again, in their order."""
+        for line in self._line.values():
+            for waiting in line:
+                if not waiting.turn.done():
+                    waiting.turn.set_result(False)
+        self._line.clear()
+
+    def ended(self) -> None:
+        """A request ended, and left room."""
+        self._ends.append(self._clock())
+        self.give()
+
+    def expected_seconds(self) -> float:
+        """When a request that comes now should have its turn, by how fast requests end."""
+        if len(self._ends) < 2:
+            return _LATEST_SECONDS / 2
+        each = (self._clock() - self._ends[0]) / len(self._ends)
+        return min(max((self.waiting + 1) * each, _SOONEST_SECONDS), _LATEST_SECONDS)
+
+    def _leave(self, client: str, waiting: _Waiting) -> None:
+        line = self._line.get(client)
+        if line is not None and waiting in line:
+            line.remove(waiting)
+            if not line:
+                del self._line[client]
 
 
-def _connections_by_files(limits: Limits) -> int:
-    """How many connections the limit of descriptors allows, which is raised as far as needed.
+class RetryBudget:
+    """How many retries all requests together may cause."""
 
-    A connection may need four: its own, one that is accepted ahead of it, and for a request in
-    flight a busy and an idle one to an engine.
-    """
-    wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
-    needed = _OWN_FILES + wanted + min(3 * wanted, others)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    left = soft - _OWN_FILES
-    most = min(wanted, max(left // 4, left - others))
-    if most < 1:
-        raise DescriptionError(
-            f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
-        )
-    return most
+    def __init__(self, share: float, burst: int) -> None:
+        self.left = float(burst)
+        self.refused = 0
+        self._share = share
+        self._burst = burst
+
+    def request(self) -> None:
+        """A request came."""
+        self.left = min(self._burst, self.left + self._share)
+
+    def take(self) -> bool:
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True

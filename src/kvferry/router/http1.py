@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 messages as bytes: heads and bodies of clients' requests and of engines' answers.
 
-The router reads both by the same rules, and refuses whatever two readers could understand in two
-ways. A proxy that guesses lets one client's bytes pass for another client's request:
+The router reads both by the same rules, and refuses messages that two readers could understand in
+two ways. Otherwise a client could smuggle a request into another client's connection:
 
 - lines end with CR LF, and no line continues the one before
 - no space stands between a header's name and its colon; values have no control characters
@@ -65,8 +65,8 @@ class AnswerHead:
 
 
 def split_head(data: bytes) -> tuple[bytes, bytes] | None:
-    """The head of a message without its last empty line, and what follows. None: there is more to
-    come. Raises HttpError if no head can begin like this."""
+    """The head of a message without its last empty line, and the bytes behind it. None: the head is
+    incomplete. Raises HttpError if no head can begin like this."""
     end = data.find(b"\r\n\r\n")
     if end > MAX_HEAD_BYTES or (end < 0 and len(data) > MAX_HEAD_BYTES):
         raise HeadTooLong(f"a head may have {MAX_HEAD_BYTES} bytes at most")
@@ -83,18 +83,20 @@ def read_request(head: bytes) -> RequestHead:
     first = _REQUEST.fullmatch(line)
     if first is None:
         raise HttpError("the first line must be a method, a target and HTTP/1.1")
-    headers, said = _fields(block)
-    is_1_1 = first[3] == b"1"
-    hosts = said.hosts
+    headers, length, chunked, closes = _fields(block)
+    is_1_1, hosts, expects = first[3] == b"1", 0, False
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"expect":
+            expects |= is_1_1 and value.lower() == b"100-continue"
     if hosts > 1 or (is_1_1 and not hosts):
         raise HttpError(f"a request must have one Host header; this one has {hosts}")
-    if said.chunked and not is_1_1:
+    if chunked and not is_1_1:
         raise HttpError("HTTP/1.0 has no Transfer-Encoding")
-    body = Body(said.chunked, said.length or 0, _MAX_SMALL_CHUNKS)
-    expects = is_1_1 and any(k == b"expect" and v.lower() == b"100-continue" for k, v in headers)
-    return RequestHead(
-        first[1].decode(), first[2], headers, is_1_1 and not said.closes, is_1_1, expects, body
-    )
+    body = Body(chunked, length or 0, _MAX_SMALL_CHUNKS)
+    keeps = is_1_1 and not closes
+    return RequestHead(first[1].decode(), first[2], headers, keeps, is_1_1, expects, body)
 
 
 def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
@@ -103,15 +105,15 @@ def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
     first = _STATUS.fullmatch(line)
     if first is None:
         raise HttpError(f"illegal status line {line[:40]!r}")
-    headers, said = _fields(block)
+    headers, length, chunked, closes = _fields(block)
     status, is_1_1 = int(first[2]), first[1] == b"1"
     if status == 101:
         raise HttpError("an upgrade that was not asked for")
     if to_head or status < 200 or status in (204, 304):
         body = Body(False, 0)
     else:
-        body = Body(said.chunked, math.inf if said.length is None else said.length)
-    return AnswerHead(status, headers, is_1_1 and not said.closes, body)
+        body = Body(chunked, math.inf if length is None else length)
+    return AnswerHead(status, headers, is_1_1 and not closes, body)
 
 
 def write_head(first: bytes, headers: Headers) -> bytes:
@@ -148,7 +150,7 @@ class Body:
         return self._left == math.inf
 
     def take(self) -> bytes:
-        """What has come since the last time."""
+        """The bytes that came since the last call."""
         parts = self.parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
@@ -187,8 +189,8 @@ class Body:
             raise HttpError(f"no chunk ends with {self._line[:40]!r}")
 
     def _one_chunk(self, data: bytes) -> bool:
-        """Take `data` if it is one whole chunk, as most events of a stream come. Else take nothing,
-        and leave it to the rules for all others."""
+        """Take `data` if it is one whole chunk, like most events of a stream. Otherwise return
+        False, and take nothing."""
         found = _ONE_CHUNK.match(data)
         if found is None or self._small_left != math.inf:
             return False
@@ -210,7 +212,7 @@ class Body:
         self.whole = not self._left
 
     def _read_line(self, line: bytes) -> None:
-        """The size of a chunk, the end of one, or what follows the last one."""
+        """Read the size of a chunk, the end of one, or a trailer."""
         if self._behind_last:
             self.whole = not line  # other lines are trailers, which are dropped
             if line and _TRAILER.fullmatch(line) is None:
@@ -231,37 +233,27 @@ class Body:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
 
 
-@dataclass(slots=True)
-class _Said:
-    """What headers say about the message itself."""
-
-    length: int | None = None
-    chunked: bool = False
-    closes: bool = False
-    hosts: int = 0
-
-
-def _fields(block: bytes) -> tuple[Headers, _Said]:
+def _fields(block: bytes) -> tuple[Headers, int | None, bool, bool]:
+    """The headers; the length that they give, whether there are chunks, whether the sender closes
+    the connection. Raises HttpError."""
     if _FIELDS.fullmatch(block) is None:
         raise HttpError("a header is a name, a colon and a value without control characters")
     headers: Headers = []
-    said = _Said()
+    length, chunked, closes = None, False, False
     for line in block.split(b"\r\n")[:-1]:
         name, _, value = line.partition(b":")
         name, value = name.lower(), value.strip(b" \t")
         headers.append((name, value))
         if name == b"content-length":
-            if said.length is not None or not value.isdigit() or len(value) > 18:
+            if length is not None or not value.isdigit() or len(value) > 18:
                 raise HttpError("Content-Length must be one number, said once")
-            said.length = int(value)
+            length = int(value)
         elif name == b"transfer-encoding":
-            if said.chunked or value.lower() != b"chunked":
+            if chunked or value.lower() != b"chunked":
                 raise HttpError("the only Transfer-Encoding that is understood is chunked, once")
-            said.chunked = True
+            chunked = True
         elif name == b"connection":
-            said.closes |= b"close" in value.lower()
-        elif name == b"host":
-            said.hosts += 1
-    if said.chunked and said.length is not None:
+            closes |= b"close" in value.lower()
+    if chunked and length is not None:
         raise HttpError("Content-Length and Transfer-Encoding contradict each other")
-    return headers, said
+    return headers, length, chunked, closes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask: API keys of clients, the token of the admin API, and the key that engines get.
+"""Keys of clients, the token of the admin API, and the key that the router sends to engines.
 
-A secret is compared by its SHA-256, in constant time, with every secret that is known. So the time
-says neither how much of a secret is right nor which one it is. Secrets are kept as digests; no
-message, log line or page has one.
+The router keeps secrets as SHA-256 digests. It compares each request's secret with all of them, in
+constant time, so the time reveals neither how much of a secret is right nor which one it is. No
+message, log line or page shows a secret.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Secrets:
         secret = secret.strip()
         mine = _digest(secret)
         found = False
-        for digest in self._digests:  # all of them, whichever it is
+        for digest in self._digests:  # without an early exit, which would take less time
             found |= hmac.compare_digest(digest, mine)
         if not found or scheme.lower() != b"bearer" or len(secret) > _MAX_SECRET_BYTES:
             what = (
@@ -122,7 +122,7 @@ def admin_token(file: Path | None) -> str | None:
 
 
 def warn_if_readable(file: Path) -> None:
-    """Say it if other users can read a file with secrets."""
+    """Warn if other users can read a file with secrets."""
     if file.stat().st_mode & 0o007:
         log.warning("%s can be read by all users of this host; run chmod 600 on it", file)
 

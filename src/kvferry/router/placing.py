@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each request goes: the view of caches, what engines cost, the choice, and what came of it.
+"""Where each request goes: the view of caches, the costs of engines, the choice, its outcome.
 
 `Placer` belongs to one router. It follows the engines' events into the index, asks engines for
 their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it:
 
     look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
     choose    holdings and engines become a decision; again for each try, without what failed
-    prefill   the prompt is on its way to an engine: it counts there, and is believed to be held
+    compute   the prompt is on its way to an engine: it counts there, and is believed to be held
     decode    the request is on its way to the engine that answers
     first     its first byte came: expected and actual time are compared, rates are learned
     ended     whatever happened, nothing of it counts any more
@@ -25,30 +25,26 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Set
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 from random import Random
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
-from kvferry.router.cache.chain import PromptChain
 from kvferry.router.cache.events import EventSource, EventStreams
-from kvferry.router.cache.index import CacheIndex
+from kvferry.router.cache.index import CacheIndex, PromptChain
 from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
-from kvferry.router.choice.choose import place
-from kvferry.router.choice.model import Decision, EngineView, Holding, PromptView
-from kvferry.router.choice.rates import (
+from kvferry.router.choice import Decision, EngineView, Holding, PromptView, place
+from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
+from kvferry.router.fleet.engines import ChangeKind, Fleet, UpstreamEngine
+from kvferry.router.rates import (
     EngineMeter,
     EngineMetrics,
     FleetMeter,
     PrefillVisit,
     StreamVisit,
 )
-from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
-from kvferry.router.fleet.engines import Fleet, FleetChange, UpstreamEngine
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +56,6 @@ CHOICES = (
 )
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
-_MOST_REQUESTS = 1_000_000  # at one engine, as its metrics may say
 # Name, labels and value of the samples that count. The pattern begins with fixed bytes, so that
 # other lines, which are hundreds, are passed over in C: else no stream would move for 0.5 ms.
 _SAMPLE = re.compile(
@@ -98,30 +93,25 @@ class Placer:
         )
         self._fleet, self._limits = fleet, config.limits
         self._random = Random()
-        self._followers: dict[str, _Follower] = {}
+        self._followers: dict[str, EventStreams] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
-        fleet.on_change(self._changed)
+        fleet.changed = self._changed
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Follow events and metrics until the end."""
+    async def run(self) -> None:
+        """Follow events and metrics until cancelled."""
         if not self.by_cost:
-            yield
             return
         self._running = True
         for engine in self._fleet.engines:
             self._follow(engine.spec)
-        polling = asyncio.create_task(self._poll_metrics())
         try:
-            yield
+            await self._poll_metrics()
         finally:
             self._running = False
-            tasks = [polling, *(follower.task for follower in self._followers.values())]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.prompts.close()
+            ending = [streams.stop() for streams in self._followers.values()]
+            await asyncio.gather(*ending, return_exceptions=True)
+            self.prompts.close()
 
     async def look(self, path: str, headers: Headers, wanted: Generation) -> RequestWay:
         """One request's placement, with its tokens if these are to be had."""
@@ -135,7 +125,7 @@ class Placer:
         return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
     def views(self) -> list[EngineView]:
-        """All engines, as the choice sees them now."""
+        """All engines, as the choice needs them."""
         now = time.monotonic()
         if now - self._usual_at > _RATES_SECONDS:
             self._usual, self._usual_at = self.meters.usual(), now
@@ -162,7 +152,7 @@ class Placer:
         return place(prompt, views, self._random)
 
     def meter(self, engine: str) -> EngineMeter:
-        """An engine's own, or one that nobody looks at if the engine was removed."""
+        """An engine's own. A removed engine has one that is not shown anywhere."""
         return self.meters[engine] if self._fleet.get(engine) is not None else EngineMeter()
 
     def sent(self, engine: str, chain: PromptChain) -> None:
@@ -173,24 +163,22 @@ class Placer:
 
     # Engines come and go
 
-    def _changed(self, change: FleetChange) -> None:
-        engine = change.engine
-        follower = self._followers.get(engine.url)
-        if change.kind == "removed":
+    def _changed(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
+        if kind == "removed":
             self._unfollow(engine.url)
             self.index.remove(engine.url)
             self.prompts.forget(engine.url)
             self.meters.keep(e.url for e in self._fleet.engines)
-        elif change.kind == "up":
+        elif kind == "up":
             if self._fleet.get(engine.url) is not engine:
                 return  # it was removed while it was asked
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
-            if follower is not None:
-                follower.streams.restarted()
+            if (streams := self._followers.get(engine.url)) is not None:
+                streams.restarted()
             else:
                 self.index.forget(engine.url)
-        elif change.kind in ("added", "changed") and self._running:
+        elif kind in ("added", "changed") and self._running:
             self._follow(engine.spec)
 
     def _follow(self, spec: EngineSpec) -> None:
@@ -201,14 +189,12 @@ class Placer:
             return
         self._unfollow(spec.url)
         if source is not None:
-            streams = EventStreams(self.index, spec.url, source)
-            task = asyncio.create_task(streams.run())
-            self._followers[spec.url] = _Follower(source, streams, task)
+            streams = self._followers[spec.url] = EventStreams(self.index, spec.url, source)
+            streams.start()
 
     def _unfollow(self, url: str) -> None:
-        follower = self._followers.pop(url, None)
-        if follower is not None:
-            follower.task.cancel()
+        if (streams := self._followers.pop(url, None)) is not None:
+            streams.stop()
             self.index.forget(url)
 
     def _any_engine(self) -> UpstreamEngine | None:
@@ -238,7 +224,7 @@ class Placer:
             status, text = await self._fleet.transport.fetch(b"GET", at, _METRICS_BYTES, until)
             found = read_metrics(text) if 200 <= status < 300 else None
         except (NoConnection, BrokenAnswer, TimeoutError):
-            return  # probes say whether it is down
+            return  # whether it is down, probes find out
         except Exception:  # without the poll, nothing would be known of any engine's load
             log.exception("the metrics of %s broke the poll", engine.url)
             return
@@ -327,10 +313,6 @@ class RequestWay:
             f"expected-ms={chosen.seconds * 1000:.0f}; options={len(self.decision.options)}"
         ).encode()
 
-    def prefill(self, engine: str) -> None:
-        """The prompt goes to `engine` to be computed there and decoded elsewhere."""
-        self._compute(engine, decoded_elsewhere=True)
-
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
         self._unsure = None
@@ -344,7 +326,7 @@ class RequestWay:
         self._asked_at = time.monotonic()
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
-            self._compute(engine, decoded_elsewhere=False)
+            self.compute(engine, decoded_elsewhere=False)
         else:
             self._believe(engine)
 
@@ -400,7 +382,8 @@ class RequestWay:
             (h.tokens for h in self._holdings if h.engine == engine and h.tier == "gpu"), default=0
         )
 
-    def _compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
+    def compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
+        """The prompt goes to `engine` to be computed there."""
         self._drop_prefill()
         self._believe(engine)
         self._computed_on = engine
@@ -451,31 +434,19 @@ class RequestWay:
             self._placing.sent(engine, chain)
 
 
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    source: EventSource
-    streams: EventStreams
-    task: asyncio.Task[None]
-
-
-def _number(text: bytes, most: float) -> float:
-    """From 0 to `most`, whatever an engine writes."""
-    try:
-        return min(most, max(0.0, float(text)))
-    except ValueError:
-        return 0.0
-
-
 def read_metrics(text: bytes) -> EngineMetrics | None:
-    """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up."""
+    """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up.
+
+    Raises ValueError or OverflowError for values that are no numbers.
+    """
     sums: Counter[bytes] = Counter()
     usage: list[float] = []
     cache_tokens = block_tokens = 0
     for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
-            sums[name] += round(_number(value, _MOST_REQUESTS))
+            sums[name] += round(float(value))
         elif name == b"kv_cache_usage_perc":
-            usage.append(_number(value, 1.0))
+            usage.append(float(value))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
             block_tokens = sizes.get(b"block_size", 0)

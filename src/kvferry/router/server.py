@@ -15,9 +15,9 @@ one for them at a Unix socket of this user:
     accepts connections, says "ready" -->
                                             stops accepting, drains, ends
 
-Both have the same sockets, with one queue of connections. So there is no moment in which nobody
-listens, and no connection is lost in a queue that goes. If the new router fails before it is ready,
-nothing has happened to the old one.
+Both have the same sockets, with one queue of connections. So one of them listens at any moment, and
+no connection is lost in a closed queue. If the new router fails before it is ready, the old one
+goes on.
 
 With TLS, a connection counts, and has its deadline, before the handshake: a client that connects
 and says nothing takes one place among connections, like any other.
@@ -47,13 +47,12 @@ from uvicorn.config import STARTUP_FAILURE
 from kvferry.errors import DescriptionError
 from kvferry.net.keys import runtime_directory
 from kvferry.net.names import at_port
-from kvferry.router.clients import ClientConnection
-from kvferry.router.guard import Guard
+from kvferry.router.clients import ClientConnection, Guard
 
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"
 _READY = b"ready"
-_MAX_SOCKETS = 16  # that one name to listen on has
+_MAX_SOCKETS = 16  # for the addresses of one host name
 _HAND_OVER_SECONDS = 30.0  # for either side of a hand-over to do its part
 _LINGER_SECONDS = 1.0  # for which idle connections stay when the router drains
 _POLL_SECONDS = 0.05
@@ -98,11 +97,12 @@ class RouterServer(uvicorn.Server):
         self._door: _Door | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        listen, taken = self._listen, None
+        listen, other = self._listen, None
+        mine: list[socket.socket] = []
         if listen.take_over and listen.port:
-            taken = await asyncio.to_thread(_take_over, listen)
+            mine, other = await asyncio.to_thread(_take_over, listen)
         try:
-            mine = taken.sockets if taken else _bind(listen.host, listen.port)
+            mine = mine or _bind(listen.host, listen.port)
         except OSError as error:
             hint = ""
             if error.errno == errno.EADDRINUSE:
@@ -119,8 +119,12 @@ class RouterServer(uvicorn.Server):
             self._door = _Door(_door_path(listen.host, port), mine, self._leave)
         except (OSError, DescriptionError) as error:
             log.warning("this router cannot hand its port over: %s", error)
-        if taken:
-            taken.say_ready()
+        if other is not None:
+            with other:
+                try:
+                    other.sendall(_READY)
+                except OSError as error:  # it ended, or gave up; the port is this router's too
+                    log.warning("the other router did not hear that this one is ready: %s", error)
         scheme = "http" if listen.tls_cert is None else "https"
         log.info("the router is running on %s://%s", scheme, at_port(listen.host, port))
 
@@ -165,28 +169,16 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _door_path(host: str, port: int) -> Path:
-    """Where the router with this port can be asked for it. Raises DescriptionError."""
+    """The Unix socket of the router that has this port. Raises DescriptionError."""
     return runtime_directory() / f"router-{host.replace('/', '_') or '*'}-{port}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Another router's sockets, and the connection to it."""
+def _take_over(listen: Listen) -> tuple[list[socket.socket], socket.socket | None]:
+    """Ask the router with this port for its sockets. Called on a thread.
 
-    sockets: list[socket.socket]
-    door: socket.socket
-
-    def say_ready(self) -> None:
-        """Tell the other router that this one accepts connections now."""
-        with self.door:
-            try:
-                self.door.sendall(_READY)
-            except OSError as error:  # it ended, or gave up; the port is this router's too
-                log.warning("the other router did not hear that this one is ready: %s", error)
-
-
-def _take_over(listen: Listen) -> _Taken | None:
-    """Ask the router with this port for its sockets; None if there is none. Called on a thread."""
+    Returns them, and the connection on which to say that this router is ready; None: there is no
+    such router.
+    """
     door = socket.socket(socket.AF_UNIX)
     door.settimeout(_HAND_OVER_SECONDS)
     try:
@@ -201,9 +193,9 @@ def _take_over(listen: Listen) -> _Taken | None:
     except (OSError, DescriptionError) as error:
         door.close()
         log.warning("there is no router to take over from, this one listens by itself: %s", error)
-        return None
+        return [], None
     log.info("taking over from the router at port %d", listen.port)
-    return _Taken(taken, door)
+    return taken, door
 
 
 class _Door:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry spans of requests, in the traces that clients begin and engines continue.
 
-Off, unless a standard variable names a collector (`ENDPOINTS`). Off, nothing of OpenTelemetry is
-imported, a request carries None, and a client's `traceparent` reaches the engines as it came.
+Traces are off unless a standard variable names a collector (`ENDPOINTS`). Then OpenTelemetry is not
+imported, and a client's `traceparent` reaches the engines unchanged.
 
-On, every request of the API is one span, and its parts are children, one after the other
+With traces, every request of the API is one span, and its parts are children, one after the other
 (docs/operating.md, "Traces"). The request's parent is the client's span. An engine gets the
 `traceparent` of the part in which it is asked, so that its own spans lie below that part. If an
 engine fails, its part ends with an error, and the next try is another part.
@@ -19,13 +19,11 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import install_command
 from kvferry.router.api import Headers
-from kvferry.router.page.live import Placed
+from kvferry.router.live import Placed
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ class RouterSpans:
 
     @classmethod
     def from_environment(cls) -> RouterSpans | None:
-        """None: nobody asked for traces, or they cannot be had, which is logged."""
+        """None: traces are off, or cannot be sent, which is logged."""
         named = next((name for name in ENDPOINTS if os.environ.get(name)), None)
         disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         if named is None or disabled or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
@@ -67,7 +65,7 @@ class RouterSpans:
         return made
 
     def close(self) -> None:
-        """Send what is left. A collector that does not answer is given up."""
+        """Send the last spans, unless the collector does not answer in time."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
@@ -133,19 +131,8 @@ class RequestSpans:
         self._span.end()
 
 
-@contextmanager
-def sending() -> Iterator[RouterSpans | None]:
-    """The spans of a router, until it stops."""
-    spans = RouterSpans.from_environment()
-    try:
-        yield spans
-    finally:
-        if spans is not None:
-            spans.close()
-
-
 def _figures(placed: Placed | None) -> dict[str, Any]:
-    """What the router decided for a request, and what came of it."""
+    """The decision for a request and its outcome, as attributes."""
     if placed is None:
         return {}
     chosen = placed.decision.chosen
@@ -170,7 +157,7 @@ def _failed(span: Any, why: str) -> None:
 
 
 def _provider() -> Any:
-    """The SDK, as the standard variables set it up; it sends by HTTP unless they say gRPC."""
+    """The SDK with the settings of the standard variables; HTTP unless they say gRPC."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

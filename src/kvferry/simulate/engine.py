@@ -4,8 +4,8 @@
 An engine runs steps, one after another. A step decodes one token of every running request. While
 prompts are computed, a step also has a chunk of at most `chunk_tokens` of their tokens, first come,
 first served, and takes as much longer. Requests enter between two steps, when there are blocks for
-prompt and answer, and keep these until they end. What no request holds any more stays cached until
-its blocks are needed; the least recently used go first.
+prompt and answer, and keep these until they end. Blocks that no request holds stay cached until
+they are needed; the least recently used go first.
 
 Steps that only decode are taken many at a time, up to the next request that ends or comes. So the
 work of a simulation grows with requests and chunks, not with tokens.
@@ -25,11 +25,11 @@ from typing import Annotated
 import msgspec
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.model import EngineView, NotNegative, Positive, Rate, Role, Source
+from kvferry.router.choice import EngineView, NotNegative, Positive, Rate, Role, Source
 from kvferry.simulate.trace import TraceRequest
 
 MEASURED = Path(__file__).parent / "h200-8b.json"
-# For so long an engine keeps a prompt for the one that decodes it; then that one computes it. Two
+# An engine keeps a prompt so long for the engine that decodes it; then that one computes it. Two
 # full engines may wait for each other's blocks until the router's `first_byte_seconds` are over.
 HOLD_SECONDS = 300.0
 
@@ -269,7 +269,7 @@ class ModelledEngine:
         return self.assigned + self._prefills
 
     def view(self) -> EngineView:
-        """What a router would know of it."""
+        """The engine as a router would know it."""
         work = self._waiting_work
         if self._chunk_begun is not None:
             done = (self._clock.now - self._chunk_begun) / self._prefill.token_seconds

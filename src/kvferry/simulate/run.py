@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trace through a policy and modelled engines, and what came of it.
 
-`cost` is the router's own `kvferry.router.choice.choose.place`. It sees the engines' caches as
+`cost` is the router's own `kvferry.router.choice.place`. It sees the engines' caches as
 their events would tell them, at once. The others are what routers do without such a view:
 
     round-robin   engines in turn
@@ -26,8 +26,7 @@ from random import Random
 from typing import Literal, get_args
 
 from kvferry.errors import DescriptionError
-from kvferry.router.choice.choose import place
-from kvferry.router.choice.model import Holding, PromptView, Role
+from kvferry.router.choice import Holding, PromptView, Role, place
 from kvferry.simulate.engine import (
     EngineRates,
     Gaps,

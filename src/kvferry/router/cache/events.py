@@ -3,17 +3,17 @@
 
 vLLM publishes what its cache stores and removes (`--kv-events-config`): batches, numbered from 0,
 over a PUB socket. A second socket, if the engine has one (`replay_endpoint`), sends the last
-batches again, from a number that is asked for. A publisher that says nothing has nothing to say:
-its engine is idle. Whether the engine is alive is for others to find out.
+batches again, from a requested number on. A silent publisher means an idle engine; probes find out
+whether the engine is alive.
 
 The part of the index that the stream feeds is in one of these states:
 
     estimated   nothing was told yet
     replaying   missed batches are asked for
     live        every batch since the engine's start was applied
-    lost        batches are missing. What was known before is forgotten; what is told since then is
-                true, but not all. It ends when the engine is reset or restarts, or has evicted what
-                it had stored before
+    lost        batches are missing. The router forgets what it knew before. Later events are true,
+                but incomplete. This ends when the engine is reset or restarts, or has evicted
+                what it had stored before
 
 What happens:
 
@@ -25,7 +25,7 @@ What happens:
                                          the engine did not restart. Without a replay: lost
     a batch cannot be read               it is missing, and no replay has it
     no answer to a replay                lost; asked again after a while, longer each time
-    `restarted`, from whoever knows      forget at once, replay from 0
+    `restarted` is called                forget at once, replay from 0
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
@@ -52,13 +52,13 @@ log = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
-_POLL_SECONDS = 0.5  # after which the stream looks whether anything was asked of it
+_POLL_SECONDS = 0.5  # between two looks at `_restarted` and `_replay_at`
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
 ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # each of which must bring the stream further
 RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
 _MOST_RETRY_SECONDS = 60.0
-_SETTLE_SECONDS = 0.5  # after which a new connection surely carries all that is published
+_SETTLE_SECONDS = 0.5  # until a new connection surely carries everything that is published
 _END = b"\xff" * 8  # the number after the last batch of a replay
 _HEARTBEAT_SECONDS = 10  # by which a connection to a machine that is gone is noticed
 _DIGEST_BYTES = 16
@@ -82,7 +82,7 @@ class EventStreams:
     def __init__(self, index: CacheIndex, engine: str, source: EventSource) -> None:
         self._index = index
         self._part = index.part(engine)
-        self._source = source
+        self.source = source
         self._retry_seconds = RETRY_SECONDS
         self._last = -1  # number of the last batch that was applied
         self._last_digest = b""  # of its bytes
@@ -109,6 +109,14 @@ class EventStreams:
         finally:
             context.destroy(linger=0)
 
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.run())
+
+    def stop(self) -> asyncio.Task[None]:
+        """Returns the task, which ends soon."""
+        self._task.cancel()
+        return self._task
+
     def restarted(self) -> None:
         """The engine came up again. What it held is forgotten when this returns."""
         self._index.forget_part(self._part)
@@ -123,7 +131,7 @@ class EventStreams:
         poller.register(socket, zmq.POLLIN)
         poller.register(watch, zmq.POLLIN)
         try:
-            socket.connect(self._source.events)
+            socket.connect(self.source.events)
             while True:
                 if self._restarted:
                     self._restarted = False
@@ -145,7 +153,7 @@ class EventStreams:
         """Behind a new connection, there may be another process than before."""
         self._connections += 1
         self._heard = -1
-        if self._source.replay is not None:
+        if self.source.replay is not None:
             self._replay_at = 0.0
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
         elif self._connections > 1 and self._begun:
@@ -167,7 +175,7 @@ class EventStreams:
         if self._begun and number <= self._last:
             return  # a replay had it already
         if not self._begun or number > self._last + 1:
-            if self._source.replay is not None and not self._unanswered:
+            if self.source.replay is not None and not self._unanswered:
                 self._replay_at = 0.0
                 return  # the replay will have this batch too
             if self._begun:
@@ -175,7 +183,7 @@ class EventStreams:
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
             self._begin(number - 1)
-            self._stopgap = self._source.replay is not None
+            self._stopgap = self.source.replay is not None
         self._apply(number, payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
@@ -200,7 +208,7 @@ class EventStreams:
     def _begin_again(self) -> None:
         self._index.forget_part(self._part)
         self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
-        if self._source.replay is not None:
+        if self.source.replay is not None:
             self._replay_at, self._unanswered = 0.0, False
 
     def _note_restart(self) -> None:
@@ -209,7 +217,7 @@ class EventStreams:
         self._begin_again()
 
     def _lose(self, why: str) -> None:
-        """Nothing that was told so far is certain any more."""
+        """Events are missing, so nothing of this engine is certain any more."""
         log.warning("events of %s are lost (%s): its cache is forgotten", self._part.engine, why)
         self._index.forget_part(self._part)
         self._index.incomplete(self._part)
@@ -245,9 +253,9 @@ class EventStreams:
             part.replaying = False
 
     async def _replay(self, context: zmq.asyncio.Context) -> bool:
-        """One answer, applied. False: it has to be asked again.
+        """Apply one answer. Returns False if the replay must be requested again.
 
-        It is asked for the last batch too: a publisher that has another one there is another
+        The request includes the last known batch: a publisher whose batch differs is another
         engine.
         """
         if self._restarted:
@@ -290,11 +298,11 @@ class EventStreams:
         self, context: zmq.asyncio.Context, start: int
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Numbers and bytes of the batches from `start` on. Raises TimeoutError."""
-        assert self._source.replay is not None
+        assert self.source.replay is not None
         socket = context.socket(zmq.DEALER)
         _set_up(socket)
         try:
-            socket.connect(self._source.replay)
+            socket.connect(self.source.replay)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
             while await socket.poll(ANSWER_SECONDS * 1000):
                 frames = await socket.recv_multipart()
@@ -319,9 +327,9 @@ class Batch:
 
 
 def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it; None if it is none, or of an older vLLM, whose events are arrays.
+    """A batch as vLLM encodes it. None: it is not one, or an older vLLM's, whose events are arrays.
 
-    Fields and kinds of events that newer versions add are left out, and so is what is no event.
+    Fields and kinds of events that this version does not know are left out.
     """
     try:
         return Batch(_EVENTS.decode(payload).events, 0)

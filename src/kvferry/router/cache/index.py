@@ -1,37 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine holds which prefix, in which tier.
 
-    told       by an engine's events. Exact: the index counts every block that is stored and removed
-    estimated  from what was sent to an engine. Used where events do not tell everything: engines
-               without events, or whose events were lost. Of other engines it fills the seconds
-               until their events come
+Engines name a block by a hash of their own. The router names it by a digest of the block's tokens
+and of the digest before it, so a digest stands for the whole prefix that ends with the block; the
+first one follows the namespace's seed. A digest is Python's own hash of bytes, which is keyed by
+this process and three times as fast as any of `hashlib`. It has 61 bits: two of a million prefixes
+are equal in one of five million routers, and a request is placed badly there.
 
-One dictionary maps the digest of a block to an integer, with one bit for each slot that was told to
-hold the block. A slot is one group of one tier of one engine. A lookup walks along the prompt's
-digests once and keeps the bits that all blocks have in common, so its time does not depend on how
-many engines there are. Engines whose blocks have another size need a walk of their own. Removals
-name a block by the engine's hash, so each engine has a dictionary from hash to digest.
+    told       from an engine's events. Exact: the index counts every block that is stored or
+               removed
+    estimated  from the prompts that were sent to an engine. Used for engines without events, or
+               whose events were lost; for other engines, for some seconds until their events come
 
-An estimate is one dictionary for each engine. A prompt goes in and out as a whole, without a step
-of the interpreter for each block, and its end leaves before its beginning. So a lookup is a binary
-search.
+One dictionary maps the digest of a block to an integer, with one bit for each slot that holds the
+block. A slot is one group of one tier of one engine. A lookup walks along the prompt's digests once
+and keeps the bits that all blocks have in common, so its time does not depend on the number of
+engines. Each block size needs a walk of its own. Removals name a block by the engine's hash, so
+each engine has a dictionary from hash to digest.
+
+An estimate is one dictionary for each engine. A prompt goes in and out as a whole, in C, and its
+end leaves before its beginning. So a lookup is a binary search.
 
 Groups: a prefix is as long as its full-attention groups are. A window group must hold the last
 blocks before the prefix ends, a state group the block at which it ends; else the prefix is shorter.
-Groups of other kinds are not looked at, so there the answer is an upper bound. A model with windows
-only skips blocks, and its events do not tell which ones: those have no place in the index.
+Groups of other kinds are ignored, so there the answer is an upper bound. A model with windows only
+skips blocks, and its events do not say which ones; these are not indexed.
 
 Everything is bounded by `most_blocks`. The engine with the most blocks loses its oldest ones first,
 except those that were looked up since they were last spared.
 
-What is forgotten is not found any more at once, because its slots are out of use. Its blocks leave
-the dictionary in small steps, with later events and requests, so that requests need not wait.
+Forgetting takes slots out of use, so lookups miss their blocks at once. The blocks leave the
+dictionary in small steps, with later events and requests, so that no request waits for it.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,27 +47,87 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.router.cache.chain import Digest, Namespace, PromptChain, extend, pack
-from kvferry.router.choice.model import Holding, Tier
+from kvferry.router.choice import Holding, Tier
 
-Hash = int | bytes  # an engine's own name of a block
+Digest = int  # the router's name of a block
+Hash = int | bytes  # an engine's own name of it
 State = Literal["live", "replaying", "estimated", "lost"]
 
-# Until the events of a prompt that was sent to an engine must have come.
-PENDING_SECONDS = 10.0
+PENDING_SECONDS = 10.0  # in which the events of a prompt that was sent to an engine must come
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_GROUPS = 64  # of one engine; real models have up to a dozen
 _MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
-# Removals of known blocks in a row, after which an engine evicts nothing that it stored before its
-# events were lost. Engines evict the oldest blocks first.
+# After so many removals of known blocks in a row, an engine has evicted everything that it stored
+# before its events were lost, because engines evict the oldest blocks first.
 _TURNED_OVER = 64
-# Of an engine's estimates leave together: the more did, the longer it takes to find the oldest.
-_DROPPED_SHARE = 64
+_DROPPED_SHARE = 64  # 1/64 of an engine's estimates leaves at a time: finding the oldest is slow
 _SWEPT_EACH_TIME = 1024  # forgotten blocks, about 0.3 ms; a million of them take 0.4 s
-_TRIMMED_SHARE = 256  # of all blocks leave together, because finding the largest engine takes time
+_TRIMMED_SHARE = 256  # 1/256 of all blocks leaves at a time: finding the largest engine is slow
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
+_TOKEN_BYTES = 4
+_TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Caches are shared only within one namespace; "" is the usual one."""
+
+    lora: str = ""
+    salt: str = ""  # a request's `cache_salt`
+
+    @property
+    def seed(self) -> Digest:
+        return hash((self.lora, self.salt))
+
+
+class PromptChain:
+    """The tokens of one prompt, and the digests of its blocks."""
+
+    __slots__ = ("_digests", "_packed", "namespace", "tokens")
+
+    def __init__(self, namespace: Namespace, token_ids: Iterable[int]) -> None:
+        """Raises ValueError for what cannot be a token."""
+        self.namespace = namespace
+        self._packed = pack(token_ids)
+        self.tokens = len(self._packed) // _TOKEN_BYTES
+        # Tuples: the collector of garbage does not look into them, as it does into lists.
+        self._digests: dict[int, tuple[Digest, ...]] = {}
+
+    def digests(self, block_tokens: int) -> tuple[Digest, ...]:
+        """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
+        digests = self._digests.get(block_tokens)
+        if digests is None:
+            digests = tuple(extend(self.namespace.seed, self._packed, block_tokens))
+            self._digests[block_tokens] = digests
+        return digests
+
+
+def pack(token_ids: Iterable[int]) -> bytes:
+    """Tokens as bytes, for `extend`. Raises ValueError for what cannot be a token."""
+    try:
+        return array(_TOKEN_TYPE, token_ids).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be from 0 to 2**32 - 1: {error}") from None
+
+
+def extend(
+    parent: Digest, packed: bytes, block_tokens: int, extras: Sequence[bytes] = ()
+) -> list[Digest]:
+    """Digests of the whole blocks that follow the block with the digest `parent`.
+
+    `extras`: for each block, what else its cache depends on, such as an image; b"" for nothing.
+    """
+    size = block_tokens * _TOKEN_BYTES
+    digests = []
+    for number, at in enumerate(range(0, len(packed) - size + 1, size)):
+        block = packed[at : at + size]
+        if extras and extras[number]:
+            block += extras[number]
+        parent = hash((parent, block))
+        digests.append(parent)
+    return digests
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):
@@ -100,7 +166,7 @@ Event = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Of one engine."""
+    """What the index knows of one engine."""
 
     state: State
     blocks: int  # that the engine told of
@@ -129,7 +195,7 @@ class Slot:
 
     @property
     def window(self) -> int:
-        """Blocks before its end that a prefix needs; one for a state, 0 for all of them."""
+        """Blocks that a prefix needs before its end; 1 for a state, 0 for all blocks."""
         if self.kind in _STATE:
             return 1
         return math.ceil((self.window_tokens - 1) / self.block_tokens)
@@ -137,7 +203,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Publisher:
-    """What is known of one engine."""
+    """One engine, as far as its events and its requests tell."""
 
     engine: str
     estimate_tokens: int = 16  # in one block of an estimate, until the true size is known
@@ -194,13 +260,13 @@ class CacheIndex:
         return part
 
     def forget(self, engine: str) -> None:
-        """An engine restarted or lost its cache: nothing of it is believed from now on."""
+        """An engine restarted or lost its cache: forget all its blocks."""
         if engine in self._parts:
             self.forget_part(self._parts[engine])
 
     def emptied(self, engine: str) -> None:
-        """An engine used nothing of what it was believed to hold. If it tells of its blocks, it
-        goes on to do so from where it is; a replay, which tells of earlier moments, goes on too."""
+        """An engine used none of the blocks that it was believed to hold, so forget them. Later
+        events count; a replay, which tells of earlier moments, goes on."""
         part = self._parts.get(engine)
         if part is not None and not part.replaying:
             tells = part.view != "estimated"
@@ -220,7 +286,7 @@ class CacheIndex:
         self._drop_estimates(part, len(part.estimates))
 
     def state(self, engine: str) -> State:
-        """Of what is known of an engine."""
+        """The state of an engine's part."""
         return self._parts[engine].state if engine in self._parts else "estimated"
 
     def pooled(self) -> set[str]:
@@ -296,8 +362,8 @@ class CacheIndex:
         self._tidy()
 
     def missed(self, engine: str, chain: PromptChain, cached_tokens: int) -> None:
-        """An engine served a prompt and used only `cached_tokens` of what it was said to hold. What
-        is beyond them is not believed any more."""
+        """An engine used only `cached_tokens` of a prompt that it was believed to hold. Forget the
+        blocks behind them."""
         part = self._parts.get(engine)
         if part is None:
             return
@@ -309,10 +375,10 @@ class CacheIndex:
         size = part.estimate_tokens
         self._take_out(part, chain.digests(size)[cached_tokens // size :])
 
-    # What engines tell
+    # Events
 
     def told(self, part: Publisher, batch: Sequence[Event]) -> None:
-        """Apply what one publisher told, in its order. One that was removed may still be read."""
+        """Apply one batch of events. An engine that was removed may still publish."""
         if self._parts.get(part.engine) is not part:
             return
         part.events += 1
@@ -326,13 +392,13 @@ class CacheIndex:
         self._tidy()
 
     def whole(self, part: Publisher) -> None:
-        """The part holds all that its engine holds: every event since the engine's start."""
+        """The part is complete: every event since the engine's start was applied."""
         if part.view != "live":
             part.view = "live"
             self._drop_estimates(part, len(part.estimates))
 
     def incomplete(self, part: Publisher) -> None:
-        """The engine may hold more than the part: it was told of earlier."""
+        """The engine may hold blocks whose events were missed."""
         part.view = "lost"
         part.known_in_a_row = 0
 
@@ -431,8 +497,8 @@ class CacheIndex:
                     self.whole(part)
 
     def _cleared(self, part: Publisher) -> None:
-        """vLLM says this when it empties its own cache. The pool tells of itself. The CPU's tier
-        does not tell when it is emptied too, so it is forgotten with the GPU's."""
+        """vLLM has emptied its own cache. The pool has events of its own. The CPU's tier may have
+        been emptied too, without an event, so it is forgotten with the GPU's."""
         self._retire(part, [key for key in part.slots if key[0] != "pool"])
         self._drop_estimates(part, len(part.estimates))
         self.whole(part)
@@ -474,7 +540,7 @@ class CacheIndex:
         return same.block_tokens if same is not None else event.block_size
 
     def _plan_walks(self) -> None:
-        """Slots have changed: which bits does a walk over blocks of a size look for?"""
+        """Slots have changed: collect the bits that a walk over blocks of each size looks for."""
         self._walks = {}
         for part in self._parts.values():
             for slot in part.slots.values():
@@ -677,8 +743,8 @@ class CacheIndex:
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
-    """Tokens of the prefix that an engine should hold, by what was sent to it. `missed` may have
-    left a gap; whether blocks behind it count does not matter."""
+    """Tokens of the prefix that an engine should hold, by the prompts that were sent to it. Blocks
+    behind a gap, which `missed` may leave, may count or not."""
     size, ends = part.estimate_tokens, part.estimates.get
     most, digests = (chain.tokens - 1) // size, chain.digests(size)
     if not digests or digests[0] not in part.estimates:
@@ -687,9 +753,9 @@ def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
 
 
 def _salt_and_extras(event: Stored) -> tuple[str, list[bytes]] | None:
-    """The salt, and what else each block's cache depends on; None if it cannot be told which block
-    has what. A block's keys are the adapter's name, pairs for each image, the salt (of the first
-    block), and digests of embeddings."""
+    """The salt, and the other keys of each block; None if keys and blocks do not match. A block's
+    keys are the adapter's name, pairs for each image, the salt (of the first block), and digests of
+    embeddings."""
     count = len(event.block_hashes)
     if event.extra_keys is None:
         return "", [b""] * count

@@ -2,17 +2,17 @@
 """The tokens of a request, as its engine will see them.
 
     token ids      are taken as they are
-    text, chats    an engine is asked: `/render` does with the request what the engine will do.
-                   vLLM has it with `--enable-scale-out`, others have `/tokenize`. Or the model's
-                   own tokenizer does it here, when the router was given one
+    text, chats    the router asks an engine: `/render` prepares the request as the engine will.
+                   vLLM has it with `--enable-scale-out`; otherwise `/tokenize`. Or the router runs
+                   the model's own tokenizer, if it was given one
 
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
 
-A prompt is asked for once, also if many requests have it at the same time, and is then remembered.
-Requests wait for it no longer than `seconds`. An engine that does not answer several times in a row
-is not asked for a while. In all these cases, and for images, embeddings, and several prompts in one
-request, there is no chain: the request is placed without a view of its prefix, and never refused.
+The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
+that fails several times in a row is not asked for a while. In all these cases, and for images,
+embeddings, and several prompts in one request, there is no chain: the request is placed without a
+view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Headers
-from kvferry.router.cache.chain import Namespace, PromptChain
+from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 COUNTED = (
     "ids",  # the request has token ids
     "remembered",
-    "shared",  # with a request that asked for the same prompt just before
     "asked",
     "local",  # tokenized here
     "unsupported",  # such as images
@@ -56,19 +55,19 @@ COUNTED = (
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
-_REFRESH_SECONDS = 5.0  # between two looks at an engine's models, if a name is not among them
-_RECHECK_SECONDS = 60.0  # after which an engine is asked again for what it did not have
+_REFRESH_SECONDS = 5.0  # between two requests for an engine's models, while a name is missing
+_RECHECK_SECONDS = 60.0  # until a route that an engine did not have is tried again
 _MOST_ANSWER_BYTES = 64 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-# Of a request, what its tokens depend on.
+# The fields of a request that its tokens depend on.
 _FIELDS = (
     *("model", "prompt", "messages", "tools", "tool_choice", "documents", "reasoning_effort"),
     *("include_reasoning", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens"),
     *("truncation_side", "suffix"),
 )
-# What a chat's `/tokenize` takes. It gets the others through `chat_template_kwargs`.
+# The fields that `/tokenize` takes for a chat. It gets the others in `chat_template_kwargs`.
 _TOKENIZE_CHAT = (
     *("model", "messages", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens"),
@@ -99,7 +98,7 @@ class PromptChains:
         self._engines: dict[str, _Engine] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
-        self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
+        self._asked = 0  # prompts that are being asked for
 
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
@@ -132,38 +131,26 @@ class PromptChains:
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
         """The chain of a prompt; None if there is none in time. The engine may want the
         Authorization of the request's headers."""
-        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
-        while (shared := self._asking.get(key)) is not None:
-            try:
-                found = await asyncio.shield(shared)
-            except asyncio.CancelledError:
-                mine = asyncio.current_task()
-                if not shared.cancelled() or (mine is not None and mine.cancelling()):
-                    raise
-            else:
-                self.counts["shared"] += 1
-                return found
-            # the client that had asked is gone: the first of the others asks again
-        if len(self._asking) >= self._most_asked:
+        if self._asked >= self._most_asked:
             return self._without("busy")
         if not self._engine(engine).may_be_asked:
             return self._without("failed")
-        authorization = [(k, v) for k, v in headers if k.lower() == b"authorization"]
-        # Not a task of its own: most prompts are asked for once.
-        answer = self._asking[key] = asyncio.get_running_loop().create_future()
+        until = asyncio.get_running_loop().time() + self._seconds
+        authorization = [(k, v) for k, v in headers if k == b"authorization"]
+        self._asked += 1
         try:
-            found = await self._find(engine, asked, authorization, until)
-            answer.set_result(found)
-            return found
+            return await self._find(engine, asked, authorization, until)
         finally:
-            del self._asking[key]
-            answer.cancel()  # it has no answer, if it is not done
+            self._asked -= 1
 
     def forget(self, engine: str) -> None:
-        """An engine restarted or is gone: it may serve other models now."""
+        """An engine restarted or is gone. It may serve other models now, and an equal name may
+        stand for another tokenizer, so nothing is remembered."""
         self._engines.pop(engine, None)
+        self._known.clear()
+        self.known_tokens = 0
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -230,7 +217,7 @@ class PromptChains:
         now = time.monotonic()
         if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
-            body, absent = asked.to_render(), (*_NOT_THERE, 403)
+            body, absent = msgspec.json.encode(asked.fields), (*_NOT_THERE, 403)
             answer = await self._call(b"POST", url, body, headers, until, absent)
             if answer:
                 if asked.path == CHAT:
@@ -288,8 +275,8 @@ class PromptChains:
 class LocalTokenizer:
     """A model's own tokenizer and chat template, from its folder.
 
-    It does what vLLM does for texts, and for chats whose messages are texts. It never runs a
-    template that a client sends.
+    It tokenizes texts, and chats whose messages are texts, as vLLM does. It never runs a template
+    that a client sends.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -308,7 +295,7 @@ class LocalTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def tokens(self, asked: AskedPrompt) -> list[int] | None:
-        """None for what only an engine can do. Raises ValueError."""
+        """None: only an engine can tokenize this prompt. Raises ValueError."""
         work = self._chat if asked.path == CHAT else self._text
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
@@ -350,7 +337,7 @@ class LocalTokenizer:
 
 @dataclass(slots=True)
 class _Engine:
-    """What is known of an engine that is asked for tokens."""
+    """One engine that is asked for tokens."""
 
     url: str
     parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
@@ -378,16 +365,16 @@ class _Engine:
 
 
 class _Broken(Exception):
-    """An engine's answer is of no use."""
+    """An engine's answer cannot be used."""
 
 
 class AskedPrompt:
-    """What a request says about its prompt."""
+    """The prompt of a request, before it is tokenized."""
 
     __slots__ = ("fields", "key", "model", "path", "salt", "supported", "token_ids", "truncated")
 
     def __init__(self, path: str, every: Mapping[str, msgspec.Raw]) -> None:
-        """`every`: field of the request. Raises msgspec.DecodeError."""
+        """`every`: all fields of the request. Raises msgspec.DecodeError."""
         self.path = path
         self.key = b""
         self.fields = {
@@ -422,14 +409,11 @@ class AskedPrompt:
         return None if raw is None else msgspec.json.decode(raw)
 
     def template_values(self) -> dict[str, Any]:
-        """What a chat template gets besides messages and tools, by vLLM's rules."""
+        """The values that vLLM gives a chat template besides messages and tools."""
         values = {name: self.value(name) for name in _TEMPLATE_FIELDS if name in self.fields}
         if "reasoning_effort" in values:
             values["enable_thinking"] = values["reasoning_effort"] != "none"
         return values | dict(self.value("chat_template_kwargs") or {})
-
-    def to_render(self) -> bytes:
-        return msgspec.json.encode(self.fields)
 
     def to_tokenize(self) -> bytes:
         if self.path == COMPLETION:

@@ -4,13 +4,13 @@
 A connection belongs to one request at a time, so there is nothing to lock. After a whole answer it
 is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
 that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
-connection that its engine closes, or on which it sends anything, is forgotten. One that was idle
-for too long is closed when its engine is asked next, which probes do, or when another one needs its
-place.
+connection that its engine closes, or on which it sends anything, is closed. One that was idle for
+too long is closed with the next request to its engine (probes are requests too), or when another
+connection needs its place.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
-to the client (`EngineAnswer.pass_on`): its request sleeps until the stream is over, because waking
-it for every event would take longer than all the rest of an event.
+to the client (`EngineAnswer.pass_on`). The request's task sleeps until the stream is over, because
+waking it costs more than all other work for an event.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BrokenAnswer(KvferryError):
 
 
 class UnfitRequest(KvferryError):
-    """What should be sent is no HTTP. Nothing was sent."""
+    """The request cannot be written as HTTP. Nothing was sent."""
 
 
 class EngineOrigin(NamedTuple):
@@ -69,7 +69,7 @@ class EngineAddress:
     target: bytes
 
 
-@lru_cache(8 * 256)  # routes of engines
+@lru_cache(2048)  # eight routes of 256 engines
 def address_of_url(url: str) -> EngineAddress:
     parts = urlsplit(url)
     secure = parts.scheme == "https"
@@ -157,7 +157,7 @@ class EngineTransport:
             connection.close()
 
     def close_idle(self, origin: EngineOrigin) -> None:
-        """Nobody will ask this server soon."""
+        """This server will get no requests soon."""
         for connection in list(self._idle.get(origin, ())):
             connection.close()
 
@@ -192,9 +192,6 @@ class EngineTransport:
         return connection
 
     # Called by connections
-
-    def opened(self, connection: _Connection) -> None:
-        self.connections.add(connection)
 
     def lost(self, connection: _Connection) -> None:
         self._not_idle(connection)
@@ -253,13 +250,13 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
-        self._pool.opened(self)
+        self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._sink is not None:
             self._pass(data)
             return
-        if self.expires:  # nobody has asked
+        if self.expires:  # an answer without a request
             self.close()
             return
         self._unread.append(data)
@@ -299,7 +296,7 @@ class _Connection(asyncio.Protocol):
         return bool(poll.poll(0))
 
     def send(self, head: bytes, body: bytes, *, to_head: bool = False) -> None:
-        """to_head  the request is a HEAD, whose answer has no body"""
+        """`to_head`: the request is a HEAD, whose answer has no body."""
         self._head, self._to_head = None, to_head
         if len(body) <= _SMALL_BYTES:
             self._transport.write(head + body)
@@ -330,7 +327,7 @@ class _Connection(asyncio.Protocol):
         return head
 
     async def read(self, until: float) -> bytes:
-        """What has come of the body, as soon as something has; empty at its end."""
+        """The next bytes of the body, as soon as there are any; empty at its end."""
         body = self._body
         while not body.parts and not body.whole:
             try:
@@ -379,7 +376,7 @@ class _Connection(asyncio.Protocol):
         return self._head.body
 
     def _receive(self, data: bytes) -> None:
-        """Of the body; nothing: the connection has ended. Raises HttpError."""
+        """Read bytes of the body; b"" means that the connection ended. Raises HttpError."""
         assert self._head is not None
         body = self._head.body
         if not data and not body.whole:
@@ -395,7 +392,7 @@ class _Connection(asyncio.Protocol):
                 self._head.keeps = False
 
     def _pass(self, data: bytes | None) -> None:
-        """Give to the sink what has come; None: what came before there was one."""
+        """Pass `data` to the sink; None: pass the data that arrived before there was a sink."""
         body, sink = self._body, self._sink
         assert sink is not None
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet: which engines there are, which are up, which one is next, and HTTP to them.
+"""The fleet: its engines, their health and load, the choice by load, and HTTP to them.
 
 An engine has one role or both. It is added, changed, drained and removed while the router runs:
 
@@ -30,9 +30,10 @@ import ssl
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,10 +44,10 @@ from kvferry.router.api import (
     EngineSpec,
     Headers,
     Limits,
-    Role,
     StreamSink,
     end_to_end,
 )
+from kvferry.router.choice import Role
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineAnswer,
@@ -55,27 +56,18 @@ from kvferry.router.fleet.connections import (
     UnfitRequest,
     address_of_url,
 )
-from kvferry.router.fleet.turns import Turns
-from kvferry.router.guard import RequestMemory
-from kvferry.router.page.live import Placed
+from kvferry.router.guard import RequestMemory, Turns
+from kvferry.router.live import Placed
 from kvferry.router.spans import RequestSpans
 
 log = logging.getLogger(__name__)
+# What happened to an engine. `up` again after `down` may be another process.
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
-# Of how many absences the usual one is the median.
-_REMEMBERED = 5
-# A longer absence says nothing about the next one: somebody took the engine out.
+_REMEMBERED = 5  # absences, whose median is the usual one
+# A longer absence says nothing about the next one: an operator took the engine out.
 _LONGEST_START_SECONDS = 900.0
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """What happened to one engine. `up` again after `down` may be another process."""
-
-    kind: ChangeKind
-    engine: UpstreamEngine
 
 
 class UpstreamEngine:
@@ -88,7 +80,7 @@ class UpstreamEngine:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None,
     ) -> None:
-        """`changed` hears when the engine goes up or down."""
+        """`changed` is called when the engine goes up or down."""
         self.spec = spec
         self.draining: AfterDrain | None = None  # what comes after it, while it drains
         self.removed = False
@@ -102,6 +94,7 @@ class UpstreamEngine:
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
         self.tickets = 0  # requests that hold a ticket of this engine, not yet used
+        self.picked = 0  # when it was last chosen by load, as a count of choices
         self.failures = 0  # of requests and probes, since the start
         self.failed_probes = 0
         self._limits = limits
@@ -144,7 +137,7 @@ class UpstreamEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether stopping it would disturb no request of this router."""
+        """Whether it can be stopped without disturbing a request of this router."""
         return not (self.in_flight or self.reserved or self.tickets)
 
     def answered(self) -> bool:
@@ -234,7 +227,7 @@ class Incoming:
     path: str
     headers: Headers  # that engines get, with Authorization: never log them
     held: RequestMemory
-    client: str = ""  # whose turn it is, and whose share of the line is taken
+    client: str = ""  # address or key, for turns and shares of the line
     trail: list[str] = field(default_factory=list)  # for the log
     placed: Placed | None = None  # for the page, as soon as engines are chosen
     spans: RequestSpans | None = None  # None: the router sends no traces
@@ -292,18 +285,18 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         ca_file: Path | None = None,
     ) -> None:
-        """`ca_file`: who signs the engines' certificates, where it is not one of the usual ones."""
+        """`ca_file`: authorities that sign the engines' certificates; None: the system's."""
         self.turns = Turns(limits.max_queued, limits.address_share, self._decode_room, clock)
         self._limits = limits
         self._clock = clock
         self._engines: dict[str, UpstreamEngine] = {}  # by URL
-        self._in_turn: list[UpstreamEngine] = []  # the last one that was picked is last
-        self._listeners: list[Callable[[FleetChange], None]] = []
+        self._picks = 0
+        # Hears of each change, on the event loop; it must return at once.
+        self.changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None
         self._absences: dict[Role, deque[float]] = {
             role: deque(maxlen=_REMEMBERED) for role in ROLES
         }
-        self._running = False
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
             trusting(ca_file), _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
@@ -312,7 +305,7 @@ class Fleet:
             if not spec.is_name:
                 self.add(spec)
 
-    # Who is there
+    # Members
 
     @property
     def engines(self) -> list[UpstreamEngine]:
@@ -324,10 +317,6 @@ class Fleet:
 
     def get(self, url: str) -> UpstreamEngine | None:
         return self._engines.get(url)
-
-    def on_change(self, listener: Callable[[FleetChange], None]) -> None:
-        """Call `listener` after each change, on the event loop; it must return at once."""
-        self._listeners.append(listener)
 
     def add(self, spec: EngineSpec) -> UpstreamEngine:
         """Add an engine, or take back one that drains. Raises DescriptionError."""
@@ -343,31 +332,19 @@ class Fleet:
             log.info("%s engine %s gets requests again", engine.role, engine.url)
             self._tell(engine, "changed")
             return engine
-        self.require_space(1)
         engine = UpstreamEngine(spec, self._limits, self._clock, self._tell)
         self._engines[spec.url] = engine
-        self._in_turn.append(engine)
         log.info("%s engine %s is added (%s)", engine.role, engine.url, spec.source)
         self._tell(engine, "added")
-        if self._running:
-            self._start_probing(engine, at_once=True)
+        if self._probing is not None:
+            self._probing.create_task(self._keep_probing(engine, at_once=True))
         return engine
-
-    def require_space(self, count: int) -> None:
-        """Raises DescriptionError if the fleet cannot have so many more engines."""
-        if count and len(self._engines) + count > self._limits.max_engines:
-            raise DescriptionError(
-                f"the fleet has {len(self._engines)} engines, and can have "
-                f"{self._limits.max_engines}; raise max_engines"
-            )
 
     def change(self, engine: UpstreamEngine, spec: EngineSpec) -> None:
         """Change roles, weight or event addresses of an engine, which keeps its requests."""
         if spec.url != engine.url:
-            raise DescriptionError(
-                f"an engine keeps its address: expected {engine.url}, found {spec.url}; add the "
-                "new address and remove the old one"
-            )
+            message = f"an engine keeps its address: expected {engine.url}, found {spec.url}"
+            raise DescriptionError(f"{message}; add the new address and remove the old one")
         if spec != engine.spec:
             engine.spec = spec
             log.info("engine %s is %s now", engine.url, engine.role)
@@ -388,7 +365,6 @@ class Fleet:
             return
         engine.removed = True
         del self._engines[engine.url]
-        self._in_turn.remove(engine)
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
         with suppress(UnicodeError):  # a host that is no name was never connected
@@ -406,11 +382,8 @@ class Fleet:
             # Later: the request may go to the engine now, before anything else runs.
             asyncio.get_running_loop().call_soon(self._left, engine)
 
-    def ticket_taken(self, engine: UpstreamEngine) -> None:
-        """A request holds a ticket of this engine, which must not be stopped before it is used."""
-        engine.tickets += 1
-
     def ticket_ended(self, engine: UpstreamEngine) -> None:
+        """A ticket of this engine was used, or never will be."""
         engine.tickets -= 1
         self._remove_if_drained(engine)
 
@@ -433,25 +406,20 @@ class Fleet:
             self.turns.give()
         elif not self.some_up("decode"):
             self.turns.stir()
-        for listener in self._listeners:
-            try:
-                listener(FleetChange(kind, engine))
-            except Exception:  # a listener's bug must not keep the fleet from changing
-                log.exception("a listener failed at %s of %s", kind, engine.url)
+        self.changed(engine, kind)
 
-    # Which one is next
+    # Choice by load
 
     def some_up(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> bool:
         return any(engine.open and engine not in besides for engine in self.with_role(role))
 
     def pick(self, role: Role, besides: Collection[UpstreamEngine] = ()) -> UpstreamEngine | None:
         """The engine with room that has the least load for its weight; equals in turn."""
-        fit = [e for e in self._in_turn if role in e.roles and e.room and e not in besides]
-        if not fit:
-            return None
-        best = min(fit, key=lambda engine: engine.load / engine.spec.weight)
-        self._in_turn.remove(best)
-        self._in_turn.append(best)
+        fit = [e for e in self.with_role(role) if e.room and e not in besides]
+        best = min(fit, key=lambda e: (e.load / e.spec.weight, e.picked), default=None)
+        if best is not None:
+            self._picks += 1
+            best.picked = self._picks
         return best
 
     def _decode_room(self, besides: Collection[UpstreamEngine]) -> int:
@@ -478,22 +446,20 @@ class Fleet:
 
     # HTTP
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Know each engine's state at the start, and keep it true until the end."""
-        first = self.engines
-        await asyncio.gather(*(self._probe(engine) for engine in first))
-        self._running = True
-        for engine in self.engines:
-            self._start_probing(engine, at_once=engine not in first)
+    async def probe_all(self) -> None:
+        """Learn each engine's state, before the first request."""
+        await asyncio.gather(*(self._probe(engine) for engine in self.engines))
+
+    async def run(self) -> None:
+        """Probe the engines until cancelled, then close all connections to them."""
         try:
-            yield
+            async with asyncio.TaskGroup() as self._probing:
+                for engine in self.engines:
+                    known = engine.starts or engine.failures
+                    self._probing.create_task(self._keep_probing(engine, at_once=not known))
+                await asyncio.Event().wait()
         finally:
-            self._running = False
-            tasks = [*self._probes, *self._checks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._probing = None
             self.transport.close()
 
     async def ask(
@@ -522,10 +488,11 @@ class Fleet:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
                 asking.response = got
-                passed, status, rest = end_to_end(got.headers), got.status, None
+                passed, status = end_to_end(got.headers), got.status
+                rest = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
-                    rest = _Rest(engine, got, self._limits.chunk_seconds, asked)
+                    rest = partial(_pass_on, engine, got, self._limits.chunk_seconds, asked)
                 else:
                     content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
@@ -572,11 +539,6 @@ class Fleet:
             held.add(len(chunk))
             parts.append(chunk)
         return b"".join(parts)
-
-    def _start_probing(self, engine: UpstreamEngine, at_once: bool = False) -> None:
-        task = asyncio.create_task(self._keep_probing(engine, at_once))
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
 
     async def _keep_probing(self, engine: UpstreamEngine, at_once: bool) -> None:
         """Probe until the engine is removed, which lets a probe that is under way end."""
@@ -632,25 +594,18 @@ class Asking:
             self.response.close()
 
 
-@dataclass(slots=True)
-class _Rest:
-    """A stream after its first bytes."""
-
-    engine: UpstreamEngine
-    answer: EngineAnswer
-    seconds: float  # between two of its chunks, at most
-    asked: Incoming
-
-    async def pass_on(self, sink: StreamSink) -> None:
-        """Raises EngineFailure."""
-        try:
-            await self.answer.pass_on(sink, self.seconds)
-        except _TROUBLE as error:
-            raise _failure(self.engine, error, self.seconds, str(self.asked)) from error
+async def _pass_on(
+    engine: UpstreamEngine, answer: EngineAnswer, seconds: float, asked: Incoming, sink: StreamSink
+) -> None:
+    """A stream after its first bytes. Raises EngineFailure."""
+    try:
+        await answer.pass_on(sink, seconds)
+    except _TROUBLE as error:
+        raise _failure(engine, error, seconds, str(asked)) from error
 
 
 def trusting(ca_file: Path | None) -> ssl.SSLContext:
-    """What verifies engines' certificates. Raises DescriptionError."""
+    """The TLS context that verifies engines' certificates. Raises DescriptionError."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:

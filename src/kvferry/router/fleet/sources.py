@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where engines come from beside the command line: a file, and names that DNS resolves.
+"""Sources of engines beside the command line: a file, and names that DNS resolves.
 
-Each engine has one source (`EngineSpec.source`). A source says which engines it wants, and
-`reconcile` makes the fleet so. Engines of other sources stay as they are. An engine that an
-operator drained to stay is not taken back.
+Each engine has one source (`EngineSpec.source`). A source lists its engines, and `reconcile` adds,
+changes and drains engines until the fleet agrees. Engines of other sources stay as they are. An
+engine that an operator drained to stay is not taken back.
 
-Files (`WatchedFile`) are read every `reload_seconds`, by the event loop itself: no thread, no
-inotify, so a file that is replaced, mounted anew or linked elsewhere is noticed too. A file that
-cannot be used is refused with the reason in the log, and what it said before stays. At the start,
-the router ends instead.
+The event loop reads files (`WatchedFile`) every `reload_seconds`, without inotify, so it also
+notices a file that is replaced, mounted anew or linked elsewhere. A file that cannot be used is
+refused with the reason in the log, and its former contents stay in force. At the start, the router
+ends instead.
 
 Names (`dns://host:port`) are resolved every `dns_seconds`; each address is an engine. A name that
-cannot be resolved keeps its engines: whether they live is for probes to say.
+cannot be resolved keeps its engines; probes find out whether they live.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import logging
 import socket
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from kvferry.router.keys import warn_if_readable
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 _MAX_FILE_BYTES = 1 << 20
-# What a file or an API may say about an engine. Its source is for the router to say.
+# The fields of an engine that a file or the admin API may set; the router sets the source.
 SPEC_FIELDS = frozenset(field.name for field in fields(EngineSpec)) - {"source"}
 
 
@@ -64,7 +63,7 @@ def read_spec(said: Any, source: str) -> EngineSpec:
 
 
 def reconcile(fleet: Fleet, source: str, wanted: Sequence[EngineSpec]) -> None:
-    """Make the engines of one source those that it wants: all of them, or none and an error."""
+    """Make the engines of one source those in `wanted`; on an error, change nothing."""
     urls = Counter(spec.url for spec in wanted)
     for url, count in urls.items():
         if count > 1:
@@ -74,7 +73,6 @@ def reconcile(fleet: Fleet, source: str, wanted: Sequence[EngineSpec]) -> None:
             raise DescriptionError(
                 f"the engine {url} is named by {there.spec.source} and by {source}; name it once"
             )
-    fleet.require_space(sum(fleet.get(url) is None for url in urls))
     for spec in wanted:
         engine = fleet.get(spec.url)
         if engine is None or engine.draining == "remove":
@@ -117,25 +115,17 @@ class Sources:
                 "decode" in s.roles for s in [*specs, *others, *self.names.of_others(source)]
             ):
                 raise DescriptionError(f"{path} leaves no decode engine; name one at least")
-            self.names.require_once(source, names)
             reconcile(self._fleet, source, engines)
             self.names.use(source, names)
 
         self.watch("fleet", path, use)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await self.names.refresh()
-        tasks = [
-            asyncio.create_task(self._every(self._limits.reload_seconds, self._look)),
-            asyncio.create_task(self._every(self._limits.dns_seconds, self.names.refresh)),
-        ]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def run(self) -> None:
+        """Look at the files and names until cancelled."""
+        await asyncio.gather(
+            self._every(self._limits.reload_seconds, self._look),
+            self._every(self._limits.dns_seconds, self.names.refresh),
+        )
 
     async def _look(self) -> None:
         before = sum(file.used for file in self.files)
@@ -149,7 +139,7 @@ class Sources:
             await asyncio.sleep(seconds)
             try:
                 await do()
-            except Exception:  # what comes later must be noticed all the same
+            except Exception:  # later changes must be noticed all the same
                 log.exception("looking for changes broke")
 
 
@@ -228,17 +218,8 @@ class DnsNames:
         self._problems: dict[str, str] = {}
         self._lookups: dict[str, asyncio.Future[Iterable[str]]] = {}  # that take their time
 
-    def require_once(self, source: str, specs: Sequence[EngineSpec]) -> None:
-        """Refuse names that are named twice."""
-        for url, count in Counter(spec.url for spec in specs).items():
-            if count > 1 or any(spec.url == url for spec in self.of_others(source)):
-                raise DescriptionError(
-                    f"{url} is named more than once; name it once, with its roles"
-                )
-
     def use(self, source: str, specs: Sequence[EngineSpec]) -> None:
         """These are the names of one source from now on."""
-        self.require_once(source, specs)
         named = {spec.url: spec for spec in specs}
         for url in [u for u, spec in self._names.items() if spec.source == source]:
             if url not in named:
@@ -251,7 +232,7 @@ class DnsNames:
         return [spec for spec in self._names.values() if spec.source != source]
 
     async def refresh(self) -> None:
-        """Resolve all names, and make the fleet so."""
+        """Resolve all names, and update the fleet."""
         await asyncio.gather(*(self._refresh(spec) for spec in self._names.values()))
 
     async def _refresh(self, spec: EngineSpec) -> None:

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router's page shows: what is wrong, where, since when, and why requests went where.
+"""The router's page: problems, their place and time, and why each request went where it did.
 
 The event loop feeds `LiveState` while it serves requests:
 
     decided    a request was placed; the record stays with the request
-    answered   its first token came, and the engines that it came from
-    served     its answer is complete; engines say at the end what they had in their caches
-    ended      it ended, and how; of one that failed, what the router did for it
+    answered   its first token came; these engines served it
+    served     its answer is complete; engines have reported their cached tokens
+    ended      it ended, with an outcome; for a failed one, the steps that the router took
 
-Once a second `look` compares the engines with what they were. That gives the list of changes, the
-problems of this moment and when each began. `snapshot` is all of it as JSON, made at most once a
-second for any number of readers. `LivePage` serves it at /live, and within the page at /;
-`LiveStream` as server-sent events, once a second. No viewer has a queue: one that reads slowly
+Once a second `look` compares the engines with their last state. That gives the list of changes, the
+present problems, and when each began. `snapshot` is all of it as JSON, made at most once a
+second for any number of readers. It is served at /live, within the page at /, and by `LiveStream`
+as server-sent events, once a second. No viewer has a queue: one that reads slowly
 misses states, and one that takes none for `_VIEWER_SECONDS` is dropped.
 
 The page is one file. Its policy allows its own style and script by their hashes, a connection back
 to the router, and nothing else. Texts of clients and engines become text nodes, never HTML.
 
 Everything is bounded: decisions and changes by number, counts by a window of time and a number of
-keys, latencies by both. A client chooses its request id, and an engine what its failure says: both
-are cut here, and shown as text only.
+keys, latencies by both. Texts that clients and engines choose (request ids, failures) are cut, and
+shown as text only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -41,13 +40,13 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from kvferry.router.api import Answer, ApiError, Headers, Limits
-from kvferry.router.choice.model import PARTS, Decision
+from kvferry.router.choice import PARTS, Decision
 from kvferry.router.clients import ClientRequest, require_method
 from kvferry.router.guard import ClientGone, Quota
 
 log = logging.getLogger(__name__)
 
-# The page's names for what is no engine: where requests come from, and the shared pool.
+# The page's names for the sources of flows that are not engines.
 CLIENTS, POOL = "clients", "pool"
 LOOK_SECONDS = 1.0  # between two looks at the engines, and so between two snapshots
 _DECISIONS = 50
@@ -74,7 +73,7 @@ Severity = Literal["critical", "warning", "note"]
 
 
 class CacheNow(msgspec.Struct, frozen=True):
-    """What the router knows of one engine's cache."""
+    """One engine's cache, as far as the router knows it."""
 
     state: str  # live, replaying, estimated, lost
     blocks: int = 0
@@ -87,7 +86,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     roles: Sequence[str]
     up: bool
-    was_up: bool = True  # or should be by now; before, failed probes say only that it starts
+    was_up: bool = True  # or should be by now; until then, failed probes mean that it starts
     draining: bool = False
     trial: bool = False  # its requests failed; it gets few until one is answered
     reason: str = ""  # why it is down
@@ -114,7 +113,7 @@ class RouterNow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Placed:
-    """One decision, and what became of it. Its request keeps it until the end."""
+    """One decision and its outcome. The request keeps it until the end."""
 
     number: int  # of this decision, since the start
     time: float
@@ -161,15 +160,6 @@ class Change(msgspec.Struct, frozen=True):
     good: bool
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """A request that failed."""
-
-    time: float
-    request_id: str
-    outcome: str
-    trail: str  # what the router did for it
-
-
 class Point(msgspec.Struct):
     """Five seconds of the curves."""
 
@@ -180,7 +170,7 @@ class Point(msgspec.Struct):
 
 
 class LiveState:
-    """What is shown of one router. All calls come from the thread of its event loop."""
+    """The state that the page shows. All calls come from the thread of the event loop."""
 
     def __init__(
         self,
@@ -207,7 +197,7 @@ class LiveState:
         self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
         self._failed_probes = SlidingCounts[str](_HIT_SECONDS, clock)
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
-        self._failed: deque[Failure] = deque(maxlen=_FAILURES)
+        self._failed: deque[dict[str, object]] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
         self._point, self._point_begun = Point(), clock()  # the one that is being gathered
         self._point_times: deque[float] = deque(maxlen=_LATENCIES)
@@ -225,7 +215,7 @@ class LiveState:
         decision: Decision,
         router_seconds: float | None = None,
     ) -> Placed:
-        """A request was placed. `router_seconds`: what reading and placing it took."""
+        """A request was placed. `router_seconds`: the time to read and place it."""
         chosen = decision.chosen
         self._number += 1
         placed = Placed(
@@ -282,29 +272,27 @@ class LiveState:
     def ended(
         self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
     ) -> None:
-        """A request ended, whether it was placed or not. `trail`: what was done for it."""
+        """A request ended, placed or not. `trail`: the steps that the router took for it."""
         self._outcomes.add(outcome, 1)
         self._point.requests += 1
         if outcome in _FAILED:
             self._point.failed += 1
-            told = _cut("; ".join(trail))
-            self._failed.append(Failure(self._wall(), _cut(request_id), outcome, told))
+            failure = {"time": self._wall(), "request_id": _cut(request_id), "outcome": outcome}
+            self._failed.append(failure | {"trail": _cut("; ".join(trail))})
         if placed is not None:
             placed.outcome = outcome
 
-    @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
-        """Look once a second, until the end."""
-        self.look()
-        task = asyncio.create_task(self._keep_looking())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async def run(self) -> None:
+        """Look once a second, until cancelled."""
+        while True:
+            try:
+                self.look()
+            except Exception:  # without looks, the page would stand still and not say why
+                log.exception("the router's page could not be brought up to date")
+            await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Compare the engines with what they were, and wake the viewers."""
+        """Compare the engines with their last state, and wake the viewers."""
         now = self._now()
         engines = {engine.url: engine for engine in now.engines}
         wall = self._wall()
@@ -337,11 +325,23 @@ class LiveState:
         self.published = asyncio.Event()
 
     def snapshot(self) -> bytes:
-        """All that is shown, as JSON. It is at most a second old."""
+        """The whole state as JSON, at most a second old."""
         if self._clock() - self._snapshot_at >= LOOK_SECONDS / 2:
             self._snapshot = msgspec.json.encode(self._all())
             self._snapshot_at = self._clock()
         return self._snapshot
+
+    def as_json(self) -> Answer:
+        """The answer to /live."""
+        kind = (b"content-type", b"application/json")
+        return Answer(200, [*_HEADERS, kind], self.snapshot())
+
+    def page(self) -> Answer:
+        """The answer to /."""
+        html = _SOURCE.replace(_STATE_MARK, _inside_html(self.snapshot()))
+        kind = (b"content-type", b"text/html; charset=utf-8")
+        policy = (b"content-security-policy", _POLICY.encode())
+        return Answer(200, [*_HEADERS, kind, policy], html.encode())
 
     def problems(self) -> list[Problem]:
         """The worst first, of equal ones the latest first."""
@@ -358,14 +358,6 @@ class LiveState:
     def _flow(self, source: str, target: str, tokens: int) -> None:
         self._flow_requests.add((source, target), 1)
         self._flow_tokens.add((source, target), tokens)
-
-    async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            try:
-                self.look()
-            except Exception:  # without looks, the page would stand still and not say why
-                log.exception("the router's page could not be brought up to date")
 
     def _update_problems(self, now: RouterNow, wall: float) -> None:
         found = engine_problems(now, wall) | request_problems(self._outcomes.totals(), now)
@@ -425,7 +417,7 @@ class LiveState:
         return shown
 
 
-# What is wrong. Pure functions; keys tell problems apart, so that each has its beginning.
+# Problems. Pure functions; a key tells problems apart, so that each has its own beginning.
 
 
 def engine_problems(now: RouterNow, wall: float) -> dict[str, Problem]:
@@ -465,7 +457,7 @@ def engine_problems(now: RouterNow, wall: float) -> dict[str, Problem]:
 
 
 def request_problems(outcomes: Mapping[str, int], now: RouterNow) -> dict[str, Problem]:
-    """What requests of the last minute met."""
+    """Problems of the requests of the last minute."""
     found: dict[str, Problem] = {}
     ended = sum(outcomes.values())
     failed = {name: count for name in _FAILED if (count := outcomes.get(name, 0))}
@@ -489,7 +481,7 @@ def request_problems(outcomes: Mapping[str, int], now: RouterNow) -> dict[str, P
 def changes(
     before: Mapping[str, EngineNow] | None, after: Mapping[str, EngineNow], wall: float
 ) -> list[Change]:
-    """What became of the engines since the last look; None: this is the first one."""
+    """Changes of the engines since the last look; `before` is None at the first look."""
     if before is None:
         return [Change(wall, "", f"The router started with {len(after)} engines.", True)]
     found: list[Change] = []
@@ -600,7 +592,7 @@ def _options(decision: Decision) -> list[dict[str, object]]:
 
 
 def _other_ms(decision: Decision) -> float | None:
-    """What the best of the other ways takes: with a hand-over, or without. None: there is none."""
+    """Expected time of the best option of the other kind, with or without a hand-over, or None."""
     alone = decision.chosen.prefill is None
     others = (o.seconds for o in decision.options if (o.prefill is None) is not alone)
     return _ms(min(others, default=math.nan))
@@ -620,23 +612,6 @@ def _cut(text: str) -> str:
 
 
 # Serving it
-
-
-class LivePage:
-    """The pages / and /live of one router."""
-
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
-
-    async def state(self, request: ClientRequest) -> Answer:
-        kind = (b"content-type", b"application/json")
-        return Answer(200, [*_HEADERS, kind], self._live.snapshot())
-
-    async def page(self, request: ClientRequest) -> Answer:
-        html = _SOURCE.replace(_STATE_MARK, _inside_html(self._live.snapshot()))
-        kind = (b"content-type", b"text/html; charset=utf-8")
-        policy = (b"content-security-policy", _POLICY.encode())
-        return Answer(200, [*_HEADERS, kind, policy], html.encode())
 
 
 class LiveStream:
@@ -710,7 +685,7 @@ _HEADERS: Headers = [
 
 
 def _inside_html(json: bytes) -> str:
-    """JSON that ends no element; it stays the same JSON, because these stand in strings only."""
+    """Escape characters that could end an element; JSON has them in strings only."""
     text = json.decode()
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

@@ -1,31 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt and the engines to a decision. Pure functions, without a clock.
+"""Where a request is served: expected seconds of every way, and the cheapest of them.
+
+Pure functions, without a clock or I/O. The router and `kvferry simulate` run the same code.
 
 `options` adds up, for every way to serve a request, the expected seconds to its first token (the
 table in docs/routing.md). A prefix that another engine holds is used by prefilling there, so that
 engine needs the prefill role: no other engine sends its cache away. Each option also carries the
-seconds that others lose by it (`Option.harm_seconds`, weighed by `Weights`).
+seconds that other requests lose by it (`Option.harm_seconds`, weighed by `Weights`).
 
 `choose` takes the option with the smallest sum of both. Sums that are nearly equal count as equal.
 Of equal options, those with most cached tokens are kept, so that a conversation stays where its
-cache is. Of the kept ones, two are drawn and the less loaded one is taken, so that two routers that
-see the same figures do not send everything to one engine.
+cache is. Of these, two are drawn at random and the less loaded one is taken, so that two routers
+that see the same figures do not send everything to one engine.
+
+Records are msgspec's structs: dozens are made for each request, and a frozen dataclass takes eight
+times as long to make. Engines are named by their URL.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from kvferry.router.choice.model import Decision, EngineView, Option, PromptView, Source
+Role = Literal["prefill", "decode"]
+Tier = Literal["gpu", "cpu", "pool"]  # medium of the event: GPU, CPU, STORAGE
+# Where the cached tokens of an option are: at the engine that decodes, at the engine that prefills,
+# in the pool; "none" if every token is computed.
+Source = Literal["local", "handover", "pool", "none"]
+PARTS = ("queue", "load", "prefill", "transfer", "decode")  # in the order in which they happen
+# Where they are read from a file.
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Rate(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Seconds by tokens: `fixed_seconds + token_seconds * work(tokens, cached)`."""
+
+    fixed_seconds: NotNegative
+    token_seconds: Positive
+    # The context whose attention costs as much again as all the rest of a token does.
+    attention_tokens: Positive = math.inf
+
+    def work(self, tokens: int, cached: int = 0) -> float:
+        """Tokens, plus what their attention to `cached` and to each other costs, in tokens."""
+        return tokens + tokens * (2 * cached + tokens) / (2 * self.attention_tokens)
+
+    def seconds(self, tokens: int, cached: int = 0) -> float:
+        """For `tokens` that follow `cached` ones; 0 for none."""
+        if tokens <= 0:
+            return 0.0
+        return self.fixed_seconds + self.token_seconds * self.work(tokens, cached)
+
+
+class Holding(msgspec.Struct, frozen=True, gc=False):
+    """Leading tokens of one prompt that an engine (or the pool) holds."""
+
+    engine: str  # its URL; of the pool: ""
+    tokens: int
+    tier: Tier
+
+
+class PromptView(msgspec.Struct, frozen=True):
+    """One request, as known when it is placed."""
+
+    tokens: int  # of the prompt; 0: not known
+    holdings: tuple[Holding, ...] = ()
+    may_hand_over: bool = True  # False: it must be computed where it is decoded
+    output_tokens: int = 256  # that are expected; what the client allows is an upper bound
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One engine, as known when a request is placed."""
+
+    name: str
+    roles: frozenset[Role]
+    waiting_tokens: int  # prefill work (`Rate.work`) queued or under way there
+    running: int  # requests that decode there, or are on their way to it
+    prefill: Rate
+    step_seconds: float  # of one decode step at its load
+    up: bool = True
+    draining: bool = False
+    free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
+    cache_tokens: int = 0  # that its cache holds; 0: not known
+    waiting: int = 0  # requests that it has not let in
+    step_growth_seconds: float = 0.0  # by which one more running request makes a step longer
+    receive: Rate = Rate(0.0, 0.0)  # a hand-over to it, by tokens
+    pool: Rate | None = None  # a load from the pool, by tokens; None: it reads no pool
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One way to serve a request."""
+
+    decode: str
+    prefill: str | None  # None: computed where it is decoded
+    seconds: float  # expected time to first token
+    parts: dict[str, float]  # by PARTS; they add up to `seconds`
+    cached_tokens: int
+    source: Source
+    harm_seconds: float = 0.0  # that other requests lose by it, weighted
+
+    @property
+    def cost(self) -> float:
+        """The value by which options are compared."""
+        return self.seconds + self.harm_seconds
+
+
+class Decision(msgspec.Struct, frozen=True):
+    chosen: Option
+    options: tuple[Option, ...]  # the cheapest first; `chosen` is one of them
+    why: str  # one plain sentence
+
+
+# The choice
 
 T = TypeVar("T")
-
 # Options of one request: alone on the best decode engines, and pairs of the best of both roles.
 MOST_ALONE = 16
 MOST_PREFILL = 6
@@ -39,7 +133,7 @@ WAIT_FOR_A_STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What counts how much, against a second before this request's first token."""
+    """The weight of each effect, relative to a second before this request's first token."""
 
     # Sums within this share of the best, or this many seconds, are equal: predictions are no
     # better. More spreads a conversation over engines, less makes herds.
@@ -87,7 +181,7 @@ def options(
     ]
     alone = _least(MOST_ALONE, list(map(costs.alone, decode)), _cost)
     if prompt.tokens <= 0 and pairs:
-        # Without a size nothing can be weighed. Whoever set up prefill engines wants them used.
+        # Without a size nothing can be weighed. An operator with prefill engines wants them used.
         alone = []
     return sorted([*alone, *pairs], key=_cost)
 
@@ -111,11 +205,11 @@ def choose(
     return Decision(chosen, tuple(options), reason(chosen, options))
 
 
-# What one option costs
+# The costs of one option
 
 
 class _EngineCost(msgspec.Struct, gc=False):
-    """What one engine adds to any way that goes over it."""
+    """The part of one engine in the cost of any option that uses it."""
 
     engine: EngineView
     load: float  # of what the pool has of the prompt
@@ -130,7 +224,7 @@ class _EngineCost(msgspec.Struct, gc=False):
 
 
 class _Costs:
-    """Of one request, on any of these engines."""
+    """The costs of one request on any of these engines."""
 
     def __init__(self, prompt: PromptView, engines: Sequence[EngineView], weights: Weights) -> None:
         self._tokens, self._output = prompt.tokens, prompt.output_tokens
@@ -221,12 +315,12 @@ class _Costs:
 
 
 def _of_prefill(p: _EngineCost) -> float:
-    """What P adds to the cost of any pair."""
+    """The part of P in the cost of any pair."""
     return p.queue + p.load + p.prefill + p.prefill_harm
 
 
 def _of_decode(d: _EngineCost) -> float:
-    """What D adds to the cost of any pair."""
+    """The part of D in the cost of any pair."""
     return d.entry + d.transfer + d.engine.step_seconds + d.decode_harm
 
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines cost and how busy they are, learned from the requests of this router.
+"""The costs and the load of engines, learned from the requests of this router.
 
 - *Prefill*, by work (`Rate.work`). An engine computes prompts one after another, several in a step
-  if they are short. So what counts is a time in which prompts were waiting all along: the work that
-  was done in it, by its length. Such a time ends when no prompt waits, or after `WINDOW_SECONDS`.
-  What the engine does besides (decoding, other clients) makes prefill dearer, and is learned too.
+  if they are short. So a sample is a window in which prompts were waiting all along: the work done
+  in it, and its length. A window ends when no prompt waits, or after `WINDOW_SECONDS`. The engine's
+  other work (decoding, other clients) makes prefill slower, which is learned too.
 - *A decode step*, by running requests: a stream's seconds for each event after the first one.
 - *A hand-over*, by tokens: from the request to D until its first byte, less a decode step, if D had
   no prompts of its own to compute.
 
 Where prompts are too equal, or too short, to tell a fixed part from a slope, the slope is that of
-others as far as `MOST_FIXED_SECONDS` explain the rest. An engine of which too little is known costs
-what the others do, and without others what a Llama 8B costs on one H200 (docs/benchmarks.md).
+other engines as far as `MOST_FIXED_SECONDS` explain the rest. An engine with too few samples gets
+the costs of the others, or without others those of a Llama 8B on one H200 (docs/benchmarks.md).
 
-How busy an engine is, the router counts itself, at once. Requests of others are known from the
-engine's metrics: what these say beyond the router's own requests at that moment.
+The router counts its own requests at an engine. Requests of other clients are known from the
+engine's metrics: the requests there beyond the router's own at that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.costs import CostLine, Fit
-from kvferry.router.choice.model import EngineView, Rate, Role
+from kvferry.router.choice import EngineView, Rate, Role
 
 Clock = Callable[[], float]
 
@@ -42,8 +42,8 @@ WINDOW_SECONDS = 2.0
 MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
 REFIT_SECONDS = 0.5  # a fit takes 0.1 ms, which not every request should pay for every engine
-# A hand-over that seems slow is not chosen, and so not seen again. What is known of it counts half
-# after this time without one, so that it is tried now and then.
+# A hand-over that seems slow is not chosen, and so not measured again. After this time without one,
+# the measurements count half, so that it is tried now and then.
 DOUBT_SECONDS = 60.0
 MEAN_OF = 32  # prompts, for the work of requests that are not this router's
 STALE_SECONDS = 15.0  # after which an engine's metrics say nothing about now
@@ -52,7 +52,7 @@ OUTPUT_TOKENS = 256  # of an answer, until some were seen
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What an engine says of itself on /metrics."""
+    """An engine's own figures, from its /metrics."""
 
     running: int
     waiting: int
@@ -61,8 +61,20 @@ class EngineMetrics:
     block_tokens: int = 0  # of one block; 0: it does not say
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """The costs of one engine, learned or usual."""
+
+    prefill: Rate
+    step: Fit  # by running requests
+    receive: Rate  # a hand-over to it
+
+
+_DEFAULT = EngineCosts(PREFILL, Fit(STEP_SECONDS, STEP_GROWTH_SECONDS), TRANSFER)
+
+
 def _doubted(learned: float, usual: float, trust: float) -> float:
-    """What is slower than usual, less so where it was long ago."""
+    """A learned value that is slower than usual, moved towards the usual one by lack of trust."""
     return usual + (learned - usual) * trust if learned > usual else learned
 
 
@@ -78,11 +90,26 @@ class PrefillVisit:
 
     def computed(self) -> None:
         """The engine has answered: with the prefill's answer, or with a first token."""
-        self.meter._computed(self)
+        meter = self.meter
+        if self not in meter._pending:
+            return
+        del meter._pending[self]
+        now = meter._last_end = meter._clock()
+        meter._works.append(self.work)
+        meter._done_work += self.work
+        meter._window_known &= self.known
+        if not meter._pending or now - meter._mark >= WINDOW_SECONDS:
+            if meter._window_known:
+                meter.prefill_line.add(meter._done_work, now - meter._mark, now)
+            meter._open_window(now)
 
     def dropped(self) -> None:
         """It failed, or its client is gone. Nothing is learned. Does nothing if it has ended."""
-        self.meter._dropped(self)
+        meter = self.meter
+        if self in meter._pending:
+            del meter._pending[self]
+            # The router cannot know how much of it was computed.
+            meter._open_window(meter._clock())
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +126,14 @@ class StreamVisit:
 
     def ended(self, events: int) -> None:
         """The stream is over. 0 or 1 events teach nothing. May be called again, in vain."""
-        self.meter._stream_ended(self, events)
+        meter = self.meter
+        if self not in meter._streams:
+            return
+        running = (self.running + meter.running) / 2
+        del meter._streams[self]
+        if self.began is not None and events > 1:
+            now = meter._clock()
+            meter.step_line.add(running, (now - self.began) / (events - 1), now)
 
 
 class EngineMeter:
@@ -107,9 +141,9 @@ class EngineMeter:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._prefill = CostLine(FORGET_SECONDS, REFIT_SECONDS)
-        self._step = CostLine(FORGET_SECONDS, REFIT_SECONDS)
-        self._receive = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.prefill_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.step_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
+        self.receive_line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
         self._pending: dict[PrefillVisit, None] = {}  # the oldest first
         self._streams: dict[StreamVisit, None] = {}
         self._works: deque[float] = deque(maxlen=MEAN_OF)
@@ -118,9 +152,9 @@ class EngineMeter:
         self._told: EngineMetrics | None = None
         self._told_at = 0.0
         self._foreign_running = self._foreign_waiting = 0
-        self._rates: _EngineRates | None = None
+        self._costs = self._beside = _DEFAULT  # its own, and the usual ones beside which they hold
 
-    # What the router does
+    # Samples
 
     def prefill(
         self, tokens: int, cached: int, *, decoded_elsewhere: bool = False, known: bool = True
@@ -143,8 +177,9 @@ class EngineMeter:
     def received(self, tokens: int, seconds: float) -> None:
         """A hand-over was answered while no prompt of its own kept the engine."""
         if not self._pending:
-            step = self.step_seconds(_DEFAULT.step)
-            self._receive.add(tokens, seconds - step, self._clock())
+            step = self._costs.step
+            seconds -= step.fixed + step.slope * self.running
+            self.receive_line.add(tokens, seconds, self._clock())
 
     def told(self, metrics: EngineMetrics) -> None:
         """The engine's metrics came in."""
@@ -158,7 +193,7 @@ class EngineMeter:
         """Another process serves under this name: its load is gone, its speed likely the same."""
         self._told = None
 
-    # What it knows
+    # Results
 
     @property
     def running(self) -> int:
@@ -170,10 +205,7 @@ class EngineMeter:
         if self._fresh and self._foreign_waiting and self._works:
             work += self._foreign_waiting * statistics.fmean(self._works)
         if self._pending:
-            first = next(iter(self._pending))
-            rate = (
-                self.prefill_rate(_DEFAULT.prefill) if self._rates is None else self._rates.prefill
-            )
+            first, rate = next(iter(self._pending)), self._costs.prefill
             spent = self._clock() - max(first.since, self._last_end) - rate.fixed_seconds
             work -= min(first.work, max(0.0, spent) / rate.token_seconds)
         return work
@@ -182,72 +214,30 @@ class EngineMeter:
     def metrics(self) -> EngineMetrics | None:
         return self._told if self._fresh else None
 
-    def prefill_rate(self, otherwise: Fit) -> Rate:
-        fit = self._prefill.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
-
-    def receive_rate(self, otherwise: Fit) -> Rate:
-        fit = self._receive.fit_beside(otherwise.slope, MOST_FIXED_SECONDS)
-        if fit is None:
-            return Rate(otherwise.fixed, otherwise.slope)
-        trust = 0.5 ** ((self._clock() - self._receive.latest) / DOUBT_SECONDS)
-        return Rate(
-            _doubted(fit.fixed, TRANSFER.fixed_seconds, trust),
-            _doubted(fit.slope, TRANSFER.token_seconds, trust),
-        )
-
-    def step_seconds(self, otherwise: Fit) -> float:
-        """Of a step with the requests that run now."""
-        fit = self._step.fit_beside(otherwise.slope, MOST_FIXED_SECONDS) or otherwise
-        return fit.fixed + fit.slope * self.running
-
-    def rates(self, usual: UsualRates) -> _EngineRates:
-        """What it costs, beside what engines usually do."""
-        if self._rates is None or self._rates.beside is not usual:
-            step = self._step.fit_beside(usual.step.slope, MOST_FIXED_SECONDS) or usual.step
-            prefill, receive = self.prefill_rate(usual.prefill), self.receive_rate(usual.receive)
-            self._rates = _EngineRates(usual, prefill, step, receive)
-        return self._rates
-
-    def fits(self) -> _Fits:
-        """What is learned of it; None: not enough was seen."""
-        return _Fits(self._prefill.fit(), self._step.fit(), self._receive.fit())
+    def costs(self, usual: EngineCosts) -> EngineCosts:
+        """Its costs, with the usual ones where it has too few samples. Computed once for each
+        `usual`."""
+        if self._beside is usual:
+            return self._costs
+        prefill, receive, most = usual.prefill, usual.receive, MOST_FIXED_SECONDS
+        step = self.step_line.fit_beside(usual.step.slope, most) or usual.step
+        if fit := self.prefill_line.fit_beside(prefill.token_seconds, most):
+            prefill = _prefill_rate(fit)
+        if fit := self.receive_line.fit_beside(receive.token_seconds, most):
+            trust = 0.5 ** ((self._clock() - self.receive_line.latest) / DOUBT_SECONDS)
+            receive = Rate(
+                _doubted(fit.fixed, TRANSFER.fixed_seconds, trust),
+                _doubted(fit.slope, TRANSFER.token_seconds, trust),
+            )
+        self._costs, self._beside = EngineCosts(prefill, step, receive), usual
+        return self._costs
 
     @property
     def _fresh(self) -> bool:
         return self._told is not None and self._clock() - self._told_at <= STALE_SECONDS
 
-    # What visits report
-
     def _open_window(self, now: float) -> None:
         self._mark, self._done_work, self._window_known = now, 0.0, True
-
-    def _computed(self, visit: PrefillVisit) -> None:
-        if visit not in self._pending:
-            return
-        del self._pending[visit]
-        now = self._last_end = self._clock()
-        self._works.append(visit.work)
-        self._done_work += visit.work
-        self._window_known &= visit.known
-        if not self._pending or now - self._mark >= WINDOW_SECONDS:
-            if self._window_known:
-                self._prefill.add(self._done_work, now - self._mark, now)
-            self._open_window(now)
-
-    def _dropped(self, visit: PrefillVisit) -> None:
-        if visit in self._pending:
-            del self._pending[visit]
-            self._open_window(self._clock())  # how much of it was computed, the router cannot know
-
-    def _stream_ended(self, visit: StreamVisit, events: int) -> None:
-        if visit not in self._streams:
-            return
-        running = (visit.running + self.running) / 2
-        del self._streams[visit]
-        if visit.began is not None and events > 1:
-            now = self._clock()
-            self._step.add(running, (now - visit.began) / (events - 1), now)
 
 
 class FleetMeter:
@@ -290,13 +280,12 @@ class FleetMeter:
         up: bool = True,
         draining: bool = False,
         pooled: bool = False,
-        usual: UsualRates | None = None,
+        usual: EngineCosts | None = None,
     ) -> EngineView:
-        """An engine as the choice sees it. `pooled`: it reads the pool. The engine's own rates are
-        worked out once for each `usual`."""
-        meter, usual = self[engine], usual or self.usual()
-        metrics, running, rates = meter.metrics, meter.running, meter.rates(usual)
-        step = rates.step
+        """An engine as the choice sees it. `pooled`: it reads the pool."""
+        meter = self[engine]
+        metrics, running, costs = meter.metrics, meter.running, meter.costs(usual or self.usual())
+        step = costs.step
         return EngineView(
             name=engine,
             roles=roles,
@@ -304,61 +293,35 @@ class FleetMeter:
             draining=draining,
             waiting_tokens=max(0, round(meter.waiting_work)),
             running=running,
-            prefill=rates.prefill,
+            prefill=costs.prefill,
             step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
             cache_tokens=0 if metrics is None else metrics.cache_tokens,
             waiting=0 if metrics is None else metrics.waiting,
             step_growth_seconds=step.slope,
-            receive=rates.receive,
+            receive=costs.receive,
             pool=POOL_LOAD if pooled else None,
         )
 
-    def usual(self) -> UsualRates:
-        """What engines cost of which little is known: the median of the others."""
-        fits = [meter.fits() for meter in self._meters.values()]
-        return UsualRates(
-            _median((f.prefill for f in fits), _DEFAULT.prefill),
-            _median((f.step for f in fits), _DEFAULT.step),
-            _median((f.receive for f in fits), _DEFAULT.receive),
+    def usual(self) -> EngineCosts:
+        """The costs of an engine with too few samples: the median of the others."""
+        meters, default = self._meters.values(), _DEFAULT
+        prefill = _median(meter.prefill_line.fit() for meter in meters)
+        step = _median(meter.step_line.fit() for meter in meters)
+        receive = _median(meter.receive_line.fit() for meter in meters)
+        return EngineCosts(
+            default.prefill if prefill is None else _prefill_rate(prefill),
+            step or default.step,
+            default.receive if receive is None else Rate(receive.fixed, receive.slope),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fits:
-    prefill: Fit | None
-    step: Fit | None
-    receive: Fit | None
+def _prefill_rate(fit: Fit) -> Rate:
+    return Rate(fit.fixed, fit.slope, PREFILL.attention_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _EngineRates:
-    """What one engine costs."""
-
-    beside: UsualRates  # what others cost, where too little is known of it
-    prefill: Rate
-    step: Fit  # by running requests
-    receive: Rate
-
-
-@dataclass(frozen=True, slots=True)
-class UsualRates:
-    """What an engine costs until more is known of it."""
-
-    prefill: Fit
-    step: Fit
-    receive: Fit
-
-
-_DEFAULT = UsualRates(
-    Fit(PREFILL.fixed_seconds, PREFILL.token_seconds),
-    Fit(STEP_SECONDS, STEP_GROWTH_SECONDS),
-    Fit(TRANSFER.fixed_seconds, TRANSFER.token_seconds),
-)
-
-
-def _median(fits: Iterable[Fit | None], otherwise: Fit) -> Fit:
+def _median(fits: Iterable[Fit | None]) -> Fit | None:
     """The one in the middle, by slope."""
     sure = (fit for fit in fits if fit is not None and not fit.guessed)
     known = sorted(sure, key=lambda fit: fit.slope)
-    return known[len(known) // 2] if known else otherwise
+    return known[len(known) // 2] if known else None
