@@ -219,6 +219,26 @@ async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains)
 
 
 @with_engine
+async def test_equal_prompts_at_once_are_remembered_once(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    chains = await asyncio.gather(*(ask(prompts, engine, prompt="hello") for _ in range(5)))
+    assert all(same(chain, "hello") for chain in chains)
+    assert prompts.counts["asked"] == 5 and prompts.known_tokens == 5 + 256
+
+
+@with_engine
+async def test_an_answer_of_an_engine_that_was_forgotten_is_not_remembered(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    asking = asyncio.create_task(ask(prompts, engine, prompt="hello"))
+    while not engine.asked(f"{COMPLETION}/render"):
+        await asyncio.sleep(0)
+    prompts.forget(engine.url)
+    assert same(await asking, "hello") and prompts.known_tokens == 0
+
+
+@with_engine
 async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine: Engine, prompts: PromptChains
 ) -> None:

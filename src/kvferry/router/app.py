@@ -98,6 +98,7 @@ class RouterApp:
             await router.fleet.probe_all()
             for part in (router.sources, router.fleet, router.placing, router.live):
                 tasks.append(asyncio.create_task(part.run()))
+                tasks[-1].add_done_callback(_log_failure)
             await asyncio.sleep(0)  # each of them begins
             yield
         finally:
@@ -106,6 +107,11 @@ class RouterApp:
             await asyncio.gather(*tasks, return_exceptions=True)
             if router.spans is not None:
                 router.spans.close()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a part of the router has ended", exc_info=task.exception())
 
 
 def connections_of(

@@ -190,7 +190,9 @@ class PromptChains:
             return self._without("unsupported")
         engine.failures = 0
         self.counts[how] += 1
-        if asked.token_ids is None:
+        # Another request may have asked for the same prompt, or the engine was forgotten since.
+        fresh = asked.key not in self._known and self._engines.get(url) is engine
+        if asked.token_ids is None and fresh:
             self._remember(asked.key, chain)
         return chain
 
