@@ -810,6 +810,7 @@ def test_configurations_that_are_refused() -> None:
         ("drain_seconds=inf", "drain_seconds must be more than 0, and finite"),
         ("patience=9", "'patience' is no limit of the router; there are: tries, "),
         ("address_share=2", "address_share must be 1 at most"),
+        ("max_held_bytes=1000", "must be 134217728 at least"),
     ):
         with pytest.raises(DescriptionError, match=message):
             Limits.read([text])

@@ -442,6 +442,11 @@ def test_what_is_wrong_with_a_fleet_file_at_the_start(tmp_path: Path) -> None:
             '{"url": "H:1/v1", "roles": ["decode"]}]}',
             "named 2 times",
         ),
+        (
+            '{"engines": [{"url": "dns://h:1", "roles": ["decode"]}, '
+            '{"url": "dns://h:1", "roles": ["prefill"]}]}',
+            "named more than once",
+        ),
         ("[" * 100_000, "cannot be read"),
         (" " * (2 << 20), "more than 1048576 bytes"),
     ):

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import EngineSpec
-from kvferry.router.fleet.engines import Fleet
+from kvferry.router.fleet.engines import Fleet, UpstreamEngine
 from router_cluster import QUICK, decoders
 
 
@@ -79,6 +79,18 @@ def test_a_drained_engine_stays_until_its_tickets_are_used() -> None:
         assert fleet.get(b.url) is b
 
     asyncio.run(run())
+
+
+def test_a_listener_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = decoders("")
+
+    def broken(engine: UpstreamEngine, kind: str) -> None:
+        raise ZeroDivisionError
+
+    fleet.changed = broken
+    fleet.add(spec("a"))
+    assert [engine.url for engine in fleet.engines] == ["http://a"]
+    assert "did not take in that http://a is added" in caplog.text
 
 
 def test_weights_share_the_load() -> None:

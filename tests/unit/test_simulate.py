@@ -318,12 +318,22 @@ def test_our_traces_share_system_prompts_and_conversations(tmp_path: Path):
         ({"seconds": -1, "input_tokens": 5, "output_tokens": 5}, ">= 0.0 - at `"),
         ({"seconds": 0, "input_tokens": 0, "output_tokens": 5}, ">= 1 - at `"),
         ({"seconds": 0, "input_tokens": 5, "output_tokens": 5, "typo": 1}, "typo"),
+        (
+            {"seconds": 0, "input_tokens": 5, "output_tokens": 5, "system_tokens": 6},
+            "a part of input_tokens",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, row: dict[str, object], words: str):
     good = {"seconds": 0, "input_tokens": 5, "output_tokens": 5}
     with pytest.raises(DescriptionError, match=words):
         read_trace(write(tmp_path / "t", good, row))
+
+
+def test_hash_ids_must_cover_the_prompt(tmp_path: Path):
+    row = {"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [4]}
+    with pytest.raises(DescriptionError, match="1 hash_ids are too few for 1100 tokens"):
+        read_trace(write(tmp_path / "t", row))
 
 
 def test_the_measured_rates_meet_the_measurements():

@@ -297,6 +297,12 @@ class Limits:
                 raise DescriptionError(f"{limit.name} must be more than 0, and finite: {value!r}")
         if self.address_share > 1:
             raise DescriptionError(f"address_share must be 1 at most, not {self.address_share!r}")
+        largest = 2 * max(self.max_body_bytes, self.max_answer_bytes)
+        if largest > self.max_held_bytes * self.address_share:
+            raise DescriptionError(
+                f"max_held_bytes times address_share must be {largest} at least, twice the largest "
+                f"body or answer; it is {self.max_held_bytes * self.address_share:g}"
+            )
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Limits:

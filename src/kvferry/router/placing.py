@@ -55,6 +55,7 @@ CHOICES = (
     "by_load",  # without tokens: the engine with the fewest requests
 )
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_MOST_REQUESTS = 1_000_000  # at one engine, whatever its metrics say
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
 # Name, labels and value of the samples that count. The pattern begins with fixed bytes, so that
 # other lines, which are hundreds, are passed over in C: else no stream would move for 0.5 ms.
@@ -223,13 +224,12 @@ class Placer:
             until = asyncio.get_running_loop().time() + self._limits.probe_seconds
             status, text = await self._fleet.transport.fetch(b"GET", at, _METRICS_BYTES, until)
             found = read_metrics(text) if 200 <= status < 300 else None
+            if found is not None:
+                self.meter(engine.url).told(found)
         except (NoConnection, BrokenAnswer, TimeoutError):
             return  # whether it is down, probes find out
         except Exception:  # without the poll, nothing would be known of any engine's load
             log.exception("the metrics of %s broke the poll", engine.url)
-            return
-        if found is not None:
-            self.meter(engine.url).told(found)
 
 
 class RequestWay:
@@ -437,16 +437,16 @@ class RequestWay:
 def read_metrics(text: bytes) -> EngineMetrics | None:
     """What vLLM says on /metrics; None if it is not vLLM. Data-parallel ranks are added up.
 
-    Raises ValueError or OverflowError for values that are no numbers.
+    Raises ValueError for values that are no numbers.
     """
     sums: Counter[bytes] = Counter()
     usage: list[float] = []
     cache_tokens = block_tokens = 0
     for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
-            sums[name] += round(float(value))
+            sums[name] += round(min(_MOST_REQUESTS, max(0.0, float(value))))
         elif name == b"kv_cache_usage_perc":
-            usage.append(float(value))
+            usage.append(min(1.0, max(0.0, float(value))))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
             block_tokens = sizes.get(b"block_size", 0)

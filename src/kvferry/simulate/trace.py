@@ -89,6 +89,13 @@ class _Mooncake(msgspec.Struct):
     output_length: Tokens
     hash_ids: list[int]
 
+    def __post_init__(self) -> None:
+        if len(self.hash_ids) * MOONCAKE_BLOCK_TOKENS < self.input_length:
+            raise ValueError(
+                f"{len(self.hash_ids)} hash_ids are too few for {self.input_length} tokens in "
+                f"blocks of {MOONCAKE_BLOCK_TOKENS}"
+            )
+
 
 class _Ours(msgspec.Struct, forbid_unknown_fields=True):
     seconds: NotNegative
@@ -97,6 +104,13 @@ class _Ours(msgspec.Struct, forbid_unknown_fields=True):
     conversation: str = ""
     system: str = ""
     system_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.system_tokens <= self.input_tokens:
+            raise ValueError(
+                f"system_tokens are a part of input_tokens, {self.system_tokens} is not within "
+                f"{self.input_tokens}"
+            )
 
 
 def _from_mooncake(rows: Iterable[_Mooncake]) -> list[TraceRequest]:

@@ -9,10 +9,10 @@
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
 
-The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
-that fails several times in a row is not asked for a while. In all these cases, and for images,
-embeddings, and several prompts in one request, there is no chain: the request is placed without a
-view of its prefix, and never refused.
+The tokens of a prompt are remembered, and equal prompts at the same time are asked for once.
+Requests wait for them no longer than `seconds`. An engine that fails several times in a row is not
+asked for a while. In all these cases, and for images, embeddings, and several prompts in one
+request, there is no chain: the request is placed without a view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 COUNTED = (
     "ids",  # the request has token ids
     "remembered",
+    "shared",  # with a request that asked for the same prompt just before
     "asked",
     "local",  # tokenized here
     "unsupported",  # such as images
@@ -98,7 +99,7 @@ class PromptChains:
         self._engines: dict[str, _Engine] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
-        self._asked = 0  # prompts that are being asked for
+        self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
 
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
@@ -131,17 +132,32 @@ class PromptChains:
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
         """The chain of a prompt; None if there is none in time. The engine may want the
         Authorization of the request's headers."""
-        if self._asked >= self._most_asked:
+        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
+        while (shared := self._asking.get(key)) is not None:
+            try:
+                found = await asyncio.shield(shared)
+            except asyncio.CancelledError:
+                mine = asyncio.current_task()
+                if not shared.cancelled() or (mine is not None and mine.cancelling()):
+                    raise
+            else:
+                self.counts["shared"] += 1
+                return found
+            # The client that had asked is gone: the first of the others asks again.
+        if len(self._asking) >= self._most_asked:
             return self._without("busy")
         if not self._engine(engine).may_be_asked:
             return self._without("failed")
-        until = asyncio.get_running_loop().time() + self._seconds
         authorization = [(k, v) for k, v in headers if k == b"authorization"]
-        self._asked += 1
+        # Not a task of its own: most prompts are asked for once.
+        answer = self._asking[key] = asyncio.get_running_loop().create_future()
         try:
-            return await self._find(engine, asked, authorization, until)
+            found = await self._find(engine, asked, authorization, until)
+            answer.set_result(found)
+            return found
         finally:
-            self._asked -= 1
+            del self._asking[key]
+            answer.cancel()  # it has no answer, if it is not done
 
     def forget(self, engine: str) -> None:
         """An engine restarted or is gone. It may serve other models now, and an equal name may
@@ -190,9 +206,8 @@ class PromptChains:
             return self._without("unsupported")
         engine.failures = 0
         self.counts[how] += 1
-        # Another request may have asked for the same prompt, or the engine was forgotten since.
-        fresh = asked.key not in self._known and self._engines.get(url) is engine
-        if asked.token_ids is None and fresh:
+        kept = self._engines.get(url) is engine  # was not forgotten meanwhile
+        if asked.token_ids is None and kept and asked.key not in self._known:
             self._remember(asked.key, chain)
         return chain
 

@@ -406,7 +406,10 @@ class Fleet:
             self.turns.give()
         elif not self.some_up("decode"):
             self.turns.stir()
-        self.changed(engine, kind)
+        try:
+            self.changed(engine, kind)
+        except Exception:  # an error there must not keep the fleet from changing
+            log.exception("the router did not take in that %s is %s", engine.url, kind)
 
     # Choice by load
 
@@ -460,6 +463,8 @@ class Fleet:
                 await asyncio.Event().wait()
         finally:
             self._probing = None
+            for check in self._checks.values():
+                check.cancel()
             self.transport.close()
 
     async def ask(

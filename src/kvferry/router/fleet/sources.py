@@ -115,6 +115,11 @@ class Sources:
                 "decode" in s.roles for s in [*specs, *others, *self.names.of_others(source)]
             ):
                 raise DescriptionError(f"{path} leaves no decode engine; name one at least")
+            every = Counter(spec.url for spec in [*names, *self.names.of_others(source)])
+            if twice := [url for url, count in every.items() if count > 1]:
+                raise DescriptionError(
+                    f"{twice[0]} is named more than once; name it once, with its roles"
+                )
             reconcile(self._fleet, source, engines)
             self.names.use(source, names)
 
