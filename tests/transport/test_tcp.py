@@ -184,6 +184,24 @@ def test_no_room_is_an_error_and_passes() -> None:
         end.carrier.close()
 
 
+@pytest.mark.parametrize("reading", [True, False])
+def test_without_room_for_more_connections_the_first_one_carries_all(reading: bool) -> None:
+    owner, user = End(limits=ServerLimits(max_connections=1)), End()
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+        peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+        src, dst = (owner, user) if reading else (user, owner)
+        start = user.carrier.read if reading else user.carrier.write
+
+        def refused() -> int:
+            src.memory[:] = dst.memory[0] + 1
+            start(peer, copies(src.address, dst.address, SIZE)).wait(soon())
+            assert np.array_equal(src.memory, dst.memory)
+            return owner.carrier.counters["busy"]
+
+        wait_until(lambda: refused() >= 3)
+        assert user.carrier._peers == [peer] and owner.carrier.serving == 1
+
+
 def test_a_peer_without_progress_is_given_up() -> None:
     """The owner's accept queue takes the connection, but nobody ever answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

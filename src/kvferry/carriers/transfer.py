@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from typing import TypeVar
 from kvferry.carriers.base import TransferState
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError, text_of
 from kvferry.workers import Threads
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -190,11 +193,13 @@ def share(
     count: int,
     *,
     ahead: bool = False,
+    join: Callable[[], None] = lambda: None,
 ) -> None:
     """Do all parts of a job on this thread and up to `count` others, in any order.
 
-    With `ahead`, `do` also gets the part that the same thread does next, or None. Returns when no
-    thread works on the job any more; raises the first error.
+    With `ahead`, `do` also gets the part that the same thread does next, or None. Each of the other
+    threads calls `join` first, and does no part if that raises. Returns when no thread works on the
+    job any more; raises the first error.
     """
     lock = threading.Lock()
     errors: list[Exception] = []
@@ -214,11 +219,21 @@ def share(
         except Exception as error:
             errors.append(error)
 
+    def help_out(share: Job) -> None:
+        try:
+            join()
+        except Exception as error:
+            log.debug("a transfer goes on with a thread less: %s", text_of(error))
+        else:
+            loop(share)
+
     first, second = take(), take()
     if first is None:
         return
     parts = itertools.chain([first] if second is None else [first, second], parts)
-    shares = [Job(loop, "a share of a transfer") for _ in range(count if second is not None else 0)]
+    shares = [
+        Job(help_out, "a share of a transfer") for _ in range(count if second is not None else 0)
+    ]
     try:
         for other in shares:
             helpers.submit(other)

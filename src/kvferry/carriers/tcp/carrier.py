@@ -13,6 +13,8 @@ arrives.
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
     failed            an error on one connection ends the others in the same way
+    no connection     a transfer fails only if its first connection cannot be opened; without the
+                      others, the first one carries their frames
     grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, peers must be of this user (net/keys.py), and the carrier listens on loopback
@@ -215,6 +217,7 @@ class TcpCarrier(GrantingCarrier):
             streams = Streams(peer, job, reading=reading, grant=grant)
             try:
                 with job.woken_by(streams.end):
+                    streams.join()  # before the helpers: they can be done without
                     share(
                         job,
                         slices(arrays, frame),
@@ -222,6 +225,7 @@ class TcpCarrier(GrantingCarrier):
                         peer.helpers,
                         self.streams_per_transfer - 1,
                         ahead=reading,
+                        join=streams.join,
                     )
             finally:
                 streams.give_back()
@@ -387,15 +391,26 @@ class TcpPeer:
 
 
 class Streams:
+    """The connections of one transfer, one for each thread that carries frames of it."""
+
     def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
         self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
         self._mine: dict[int, TcpConnection] = {}  # by thread
         self._failed: list[Exception] = []
         self._ended: set[TcpConnection] = set()
 
+    def join(self) -> None:
+        """Give this thread a connection, if it has none."""
+        if threading.get_ident() in self._mine:
+            return
+        self._mine[threading.get_ident()] = self._peer.take()
+        self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
+        if self._failed:
+            raise self._failed[0]
+
     def carry(self, memory: Memory, part: Copies, following: Copies | None) -> None:
         try:
-            connection = self._mine.get(threading.get_ident()) or self._take()
+            connection = self._mine[threading.get_ident()]
             if self._reading:
                 connection.read(memory, part, following)
             else:
@@ -425,14 +440,6 @@ class Streams:
                 # sent bytes may be on their way into the peer's memory: wait until the peer closes
                 self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
             self._peer.put(connection, keep=not ended)
-
-    def _take(self) -> TcpConnection:
-        connection = self._peer.take()
-        self._mine[threading.get_ident()] = connection
-        self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
-        if self._failed:
-            raise self._failed[0]
-        return connection
 
 
 def _shake_hands(
