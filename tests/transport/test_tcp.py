@@ -41,7 +41,7 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from waiting import wait_until
+from waiting import require_for, wait_until
 
 SIZE = 8 << 20
 RIGHT, WRONG = "the right secret", "another secret of the same kind"
@@ -264,6 +264,35 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
     stream.close()
     for end in (owner, user):
         end.carrier.close()
+
+
+@pytest.mark.parametrize("slow_link", [True, False], ids=["a slow link", "a peer that stops"])
+def test_a_request_may_wait_for_the_answer_before_it(
+    slow_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader sends the rest of its next request once it has the bytes of the one before. While
+    those are on a slow link, its time is not over. But it ends, if the reader takes no bytes."""
+    slowest = 1 << (10 if slow_link else 30)
+    monkeypatch.setattr(frames, "SLOWEST_BYTES_PER_SECOND", slowest)
+    owner, user = End(limits=ServerLimits(frame_seconds=0.2)), End()
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+        endpoint, size = owner.carrier.endpoint(), 256 << 10
+        listener = owner.carrier._server._listener
+        assert listener is not None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * size)  # its sockets inherit it
+        stream = user.carrier.connect(endpoint, soon()).take().stream
+        with contextlib.closing(stream):
+            rows = table_bytes(np.array([owner.address]), np.array([size]))
+            first, second = (frames.frame(FrameKind.READ, n, rows, size) for n in (1, 2))
+            stream.send(first + second[:40])
+            if slow_link:
+                require_for(1.0, lambda: not owner.carrier.counters["late"])
+                for rest in (second[40:], b""):
+                    stream.recv(HEADER.size + size, soon())
+                    stream.send(rest)
+            else:
+                wait_until(lambda: owner.carrier.counters["late"])
+    assert owner.carrier.counters["reads"] == 1 + slow_link
 
 
 def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) -> None:

@@ -45,12 +45,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import hmac
 import os
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -205,6 +207,7 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPC
 SLOWEST_BYTES_PER_SECOND = 64 << 10
 SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean no timeout
 _TIMEVAL = struct.Struct("ll")
+_INT = struct.Struct("i")
 
 # descriptor, message header, flags -> bytes moved, or -1 with errno set
 _Call = Callable[[int, Any, int], int]
@@ -305,6 +308,11 @@ class TcpStream:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
+
+    def unconfirmed_seconds(self) -> float:
+        """How long the bytes that the peer's kernel has not confirmed yet may take to arrive."""
+        (count,) = _INT.unpack(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(_INT.size)))
+        return float(count) / SLOWEST_BYTES_PER_SECOND
 
     def drain(self, seconds: float) -> bool:
         """Stop sending, and discard the bytes that come. Returns whether the peer closed."""

@@ -63,7 +63,8 @@ class ServerLimits:
     max_connections: int = 1024
     max_pending: int = 64  # connections that have not authenticated yet
     handshake_seconds: float = 5.0
-    frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
+    # from a frame's first byte to the end of its table, once the peer has the answer before it
+    frame_seconds: float = 10.0
     stall_seconds: float = 30.0  # without any progress; see frames.py for slow progress
     idle_seconds: float = 900.0  # between two requests
     goodbye_seconds: float = 1.0  # for a refused peer to read why
@@ -206,7 +207,9 @@ class TcpServer:
     def _converse(self, stream: TcpStream) -> None:
         last = 0  # number of the newest request
         while stream.wait_readable(self._limits.idle_seconds):
-            deadline = time.monotonic() + self._limits.frame_seconds
+            # a reader sends the rest of a request that it sent ahead when it has the last answer
+            seconds = self._limits.frame_seconds + stream.unconfirmed_seconds()
+            deadline = time.monotonic() + seconds
             raw = stream.recv(HEADER.size, deadline, end_ok=True)
             if not raw:
                 return
