@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from kvferry.carriers.base import (
     MemoryRegion,
     TransferState,
 )
-from kvferry.carriers.library import mooncake, shared
+from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.nixl import NixlCarrier
 from kvferry.carriers.library.shared import (
     LibraryCarrier,
@@ -288,6 +289,35 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     carrier._detach(handle)
     again.join(5)
     assert carrier._agents == {"P": 1} and known
+
+
+@pytest.mark.parametrize(
+    ("told", "loopback", "rdma", "ours"),
+    [
+        ({}, True, True, {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}),
+        ({}, False, False, {"UCX_MODULES": "^ib"}),
+        ({}, False, True, {}),
+        ({"UCX_NET_DEVICES": "eth0"}, True, False, {"UCX_MODULES": "^ib"}),
+        ({"UCX_NET_DEVICES": "mlx5_0:1"}, True, True, {}),
+        ({"UCX_MODULES": "all"}, True, False, {"UCX_NET_DEVICES": "lo"}),
+    ],
+)
+def test_ucx_loads_infiniband_only_where_a_device_is_used(
+    told: dict[str, str],
+    loopback: bool,
+    rdma: bool,
+    ours: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "rdma_devices", lambda: ["mlx5_0"] if rdma else [])
+    names = ("UCX_NET_DEVICES", "UCX_MODULES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with nixl.ucx_settings(loopback):
+        assert {name: os.environ[name] for name in names if name in os.environ} == told | ours
+    assert {name: os.environ[name] for name in names if name in os.environ} == told
 
 
 @pytest.mark.parametrize("alive", [True, False])

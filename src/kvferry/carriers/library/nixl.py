@@ -3,10 +3,11 @@
 
 NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
 check again (RDMA keys). UCX chooses how it reaches a peer: shared memory, TCP, RDMA, NVLink. If
-`host` is loopback, UCX may use only the loopback device. So it works without a network, and other
-hosts cannot reach it. On loopback and without an InfiniBand device, UCX's InfiniBand module stays
-unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. The carrier never
-overrides UCX_NET_DEVICES or UCX_MODULES of the environment.
+`host` is loopback, UCX may use only the loopback device, unless UCX_NET_DEVICES names another. So
+it works without a network, and other hosts cannot reach it. On that device, and on hosts without an
+InfiniBand device, UCX's InfiniBand module stays unloaded, because the one in NIXL 1.5.1's wheel
+crashes the process when it exits. The carrier never overrides UCX_NET_DEVICES or UCX_MODULES of the
+environment.
 """
 
 from __future__ import annotations
@@ -244,11 +245,11 @@ def api() -> Any:
 def ucx_settings(loopback: bool) -> Iterator[None]:
     """Settings for agents that are made inside, unless the environment has its own."""
     ours = {}
-    if "UCX_NET_DEVICES" not in os.environ:
-        if loopback:
-            ours["UCX_NET_DEVICES"] = "lo"
-        if "UCX_MODULES" not in os.environ and (loopback or not rdma_devices()):
-            ours["UCX_MODULES"] = "^ib"
+    only_loopback = loopback and "UCX_NET_DEVICES" not in os.environ
+    if only_loopback:
+        ours["UCX_NET_DEVICES"] = "lo"
+    if "UCX_MODULES" not in os.environ and (only_loopback or not rdma_devices()):
+        ours["UCX_MODULES"] = "^ib"
     with environment(ours):
         yield
 
