@@ -477,3 +477,44 @@ def test_staged_memory_moves_in_chunks() -> None:
     assert int(np.count_nonzero(arrays[0] == 5)) >= total
     for carrier in carriers:
         carrier.close()
+
+
+class Hanging(Elsewhere):
+    """Memory whose device does not answer until it is told to."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.memory)
+        self.uses, self.answers = 0, threading.Event()
+        end.carrier._server.memory = self
+
+    def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
+        self.uses += 1
+        assert self.answers.wait(60)
+        yield from super().outgoing(address, length)
+
+    def incoming(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
+        self.uses += 1
+        assert self.answers.wait(60)
+        yield from super().incoming(address, length)
+
+
+@pytest.mark.parametrize("hangs", ["owner", "user"])
+def test_memory_that_is_used_after_close_is_in_the_log(
+    hangs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 0.1)
+    owner, user = End(), End()
+    stuck = owner if hangs == "owner" else user
+    memory = Hanging(stuck)
+    try:
+        peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+        user.carrier.read(peer, copies(owner.address, user.address, 100))
+        wait_until(lambda: memory.uses)
+        stuck.carrier.close()
+        (line,) = [one.getMessage() for one in caplog.records]
+        assert "did not end within 0.1 s" in line and "must not be freed" in line
+    finally:
+        memory.answers.set()
+        for end in (user, owner):
+            end.carrier.close()
+    assert threads_left("kvferry-tcp") == []

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -64,13 +65,15 @@ from kvferry.carriers.tcp.frames import (
     receive_runs,
     send_runs,
 )
-from kvferry.carriers.tcp.server import ServerLimits, TcpServer
+from kvferry.carriers.tcp.server import STILL_USED, ServerLimits, TcpServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers, share
 from kvferry.copies import Copies, Ints, table_bytes, table_of
 from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, dial, source_address
 from kvferry.units import require_port
+
+log = logging.getLogger(__name__)
 
 STREAMS_PER_TRANSFER = 2
 # Staged memory is gathered, crosses the bus and is sent, in this order. The steps of several
@@ -383,8 +386,11 @@ class TcpPeer:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self.workers.close()
-        self.helpers.close()
+        self.workers.close(CANCEL_SECONDS)
+        self.helpers.close(CANCEL_SECONDS)
+        left = len(self.workers.busy)
+        if left:
+            log.warning(STILL_USED, left, "transfers", CANCEL_SECONDS)
         for connection in self._idle:
             connection.stream.close()
         self._idle.clear()

@@ -55,6 +55,11 @@ from kvferry.net.names import hang_up, ours_alone
 
 log = logging.getLogger(__name__)
 
+STILL_USED = (
+    "%d tcp %s did not end within %g s; they may still read and write registered memory, which "
+    "must not be freed yet"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
@@ -147,7 +152,7 @@ class TcpServer:
         self.counters["evicted"] += 1
 
     def close(self, seconds: float) -> None:
-        """Idempotent. Returns when no connection touches memory any more."""
+        """Returns when no connection uses memory any more, or after `seconds`. Idempotent."""
         until = time.monotonic() + seconds
         with self._lock:
             self._closed = True
@@ -159,6 +164,9 @@ class TcpServer:
             hang_up(listener)  # wakes the thread that accepts
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
+        left = sum(thread.is_alive() for thread in threads)
+        if left:
+            log.warning(STILL_USED, left, "connections", seconds)
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
