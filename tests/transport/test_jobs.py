@@ -221,6 +221,40 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
     assert not threads_left("kvferry-memmove")
 
 
+def test_a_peer_that_hangs_takes_no_time_from_the_others_when_a_carrier_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hanging(MemmoveCarrier):
+        release, under_way = threading.Event(), 0
+
+        def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
+            if batch.dst[0] == self._own.address:  # the greeting
+                return
+            self.under_way += 1
+            while not self.release.wait(0.05):
+                if peer is not self._peers[0]:
+                    job.checkpoint()
+
+    memory = np.zeros(64, dtype=np.uint8)
+    owner, user = MemmoveCarrier(), Hanging()
+    try:
+        for carrier in (owner, user):
+            carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        at = np.array([memory.ctypes.data])
+        for _ in range(2):
+            peer = user.connect(owner.endpoint(), soon())
+            user.read(peer, Copies(at, at, np.array([64])))
+        wait_until(lambda: user.under_way == 2)
+        monkeypatch.setattr(shared, "CANCEL_SECONDS", 0.5)
+        user.close()
+        assert user.counters["abandoned"] == 1
+    finally:
+        Hanging.release.set()
+        user.close()
+        owner.close()
+    assert not threads_left("kvferry-memmove")
+
+
 class EndsLate:
     """A job's lock that its own thread gets for the last time when it may."""
 

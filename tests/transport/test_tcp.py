@@ -518,3 +518,22 @@ def test_memory_that_is_used_after_close_is_in_the_log(
         for end in (user, owner):
             end.carrier.close()
     assert threads_left("kvferry-tcp") == []
+
+
+def test_a_carrier_closes_all_peers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them hangs. The time to wait is that of one."""
+    owner, user = End(), End()
+    memory = Hanging(user)
+    try:
+        for n in range(1, 5):
+            peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+            user.carrier.read(peer, copies(owner.address, user.address, 100))
+            wait_until(lambda n=n: memory.uses == n)
+        monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 1.0)
+        begin = time.monotonic()
+        user.carrier.close()
+        assert time.monotonic() - begin < 3.0
+    finally:
+        memory.answers.set()
+        owner.carrier.close()
+    assert threads_left("kvferry-tcp") == []

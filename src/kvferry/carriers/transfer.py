@@ -175,10 +175,14 @@ class Workers:
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
+        self.end_soon()
+        self._threads.join(seconds)
+
+    def end_soon(self) -> None:
+        """Cancel all jobs, without waiting for their ends."""
         self._threads.close()
         for job in self.busy:
             job.request_cancel("the carrier was closed")
-        self._threads.join(seconds)
 
     def _run(self, job: Job) -> None:
         job.run()

@@ -247,6 +247,7 @@ class LibraryCarrier(Carrier):
         self._pulse.leave()
         for peer in peers:
             peer.connected = False
+            peer.workers.end_soon()
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))

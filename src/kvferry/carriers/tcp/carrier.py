@@ -200,7 +200,7 @@ class TcpCarrier(GrantingCarrier):
             if not self._closed:
                 self._peers.append(peer)
                 return peer
-        peer.close()
+        peer.close(CANCEL_SECONDS)
         raise Cancelled("the carrier was closed")
 
     def write_granted(self, peer: TcpPeer, copies: Copies, grant: bytes) -> Transfer:
@@ -250,15 +250,18 @@ class TcpCarrier(GrantingCarrier):
         with self._lock:
             if peer in self._peers:
                 self._peers.remove(peer)
-        peer.close()
+        peer.close(CANCEL_SECONDS)
 
     def close(self) -> None:
+        until = time.monotonic() + CANCEL_SECONDS
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
         for peer in peers:
-            peer.close()
+            peer.end_soon()
         self._server.close(CANCEL_SECONDS)
+        for peer in peers:
+            peer.close(max(0.0, until - time.monotonic()))
 
 
 class TcpConnection:
@@ -383,11 +386,16 @@ class TcpPeer:
         for connection in ended:
             connection.stream.close()
 
-    def close(self) -> None:
+    def end_soon(self) -> None:
+        """End the transfers, without waiting for that."""
         with self._lock:
             self._closed = True
-        self.workers.close(CANCEL_SECONDS)
-        self.helpers.close(CANCEL_SECONDS)
+        self.workers.end_soon()
+        self.helpers.end_soon()
+
+    def close(self, seconds: float) -> None:
+        self.end_soon()
+        self.workers.close(seconds)
         left = len(self.workers.busy)
         if left:
             log.warning(STILL_USED, left, "transfers", CANCEL_SECONDS)
