@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -411,9 +412,25 @@ def test_a_writer_that_leaves_a_grant_late_is_counted() -> None:
         with grants.writing(grant, stream, *where):
             with pytest.raises(DeadlineExceeded, match="did not leave a grant"):
                 grants.close(grant, 0.01)
-            with pytest.raises(FrameRefused, match="not inside what was granted"):
+            with pytest.raises(FrameRefused, match="no such grant"):
                 grants.writing(grant, stream, *where).__enter__()
         assert grants.close(grant, 1.0) == 64
+        assert (grants.close(grant, 1.0), len(grants)) == (0, 0)
+
+
+def test_a_grant_that_two_threads_close_is_closed_for_neither_before_its_writers_left() -> None:
+    grants, (mine, other) = Grants(), socket.socketpair()
+    stream, where = TcpStream(mine, 1.0), (np.array([1000]), np.array([64]))
+    grant = grants.open(RegionTable.of_arrays(*where))
+    with other, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        with grants.writing(grant, stream, *where):
+            first = pool.submit(grants.close, grant, 30.0)
+            wait_until(lambda: stream._aborted)
+            with pytest.raises(DeadlineExceeded, match="did not leave a grant"):
+                grants.close(grant, 0.01)
+            with pytest.raises(FrameRefused, match="no such grant"):
+                grants.writing(grant, stream, *where).__enter__()
+        assert first.result(30) == 64
         assert (grants.close(grant, 1.0), len(grants)) == (0, 0)
 
 

@@ -314,6 +314,7 @@ class _Grant:
     ranges: RegionTable
     writing: set[TcpStream] = field(default_factory=set)
     applied_bytes: int = 0
+    closing: bool = False
 
 
 class Grants:
@@ -339,17 +340,15 @@ class Grants:
             entry = self._open.get(grant)
             if entry is None:
                 return 0
-            del self._open[grant]
+            entry.closing = True
             for stream in entry.writing:
                 stream.abort()
             if not self._left.wait_for(lambda: not entry.writing, seconds):
-                entry.ranges = RegionTable.of([])  # nothing more is taken under it
-                self._open[grant] = entry
                 raise DeadlineExceeded(
                     f"{len(entry.writing)} writers did not leave a grant within {seconds:g} s; "
                     "close it again"
                 )
-            return entry.applied_bytes
+            return entry.applied_bytes if self._open.pop(grant, None) else 0
 
     @contextmanager
     def writing(
@@ -358,7 +357,7 @@ class Grants:
         """Entered while a stream's payload is received. Refuses ranges that are not granted."""
         with self._lock:
             entry = self._open.get(grant)
-            if entry is None:
+            if entry is None or entry.closing:
                 raise FrameRefused(Code.REVOKED, "there is no such grant, or it was taken back")
             _require_inside(entry.ranges, address, length, "what was granted")
             entry.writing.add(stream)
