@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
 from no_threads import no_threads
-from waiting import wait_until
+from waiting import require_for, wait_until
 
 MIB = 1 << 20
 
@@ -323,6 +324,35 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     carrier._detach(handle)
     again.join(5)
     assert carrier._agents == {"P": 1} and known
+
+
+def test_carriers_that_start_at_once_do_not_share_their_settings() -> None:
+    name, entered = "KVFERRY_TEST_OF_SETTINGS", threading.Event()
+
+    def start() -> tuple[str | None, str | None]:
+        with shared.environment({name: "second"}):
+            entered.set()
+            with shared.environment({name: "inner"}):
+                inner = os.environ.get(name)
+            return inner, os.environ.get(name)
+
+    with ThreadPoolExecutor(1) as pool:
+        with shared.environment({name: "first"}):
+            second = pool.submit(start)
+            require_for(0.1, lambda: not entered.is_set())
+            assert os.environ[name] == "first"
+        assert second.result(30) == ("second", "second")
+    assert name not in os.environ
+
+
+def test_a_library_that_fails_in_its_own_way_leaves_nothing() -> None:
+    class Faulty(MemmoveCarrier):
+        def _start(self) -> None:
+            raise TypeError("incompatible function arguments")
+
+    with pytest.raises(TypeError):
+        Faulty()
+    assert not threads_left("kvferry-pulse")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
+from no_threads import no_threads
 from waiting import require_for, wait_until
 
 SIZE = 8 << 20
@@ -316,6 +317,16 @@ def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) ->
             transfer.wait(soon(5))
         assert transfer.poll() is TransferState.FAILED
     user.carrier.read(peer, copies(owner.address, user.address, 10)).wait(soon())
+
+
+def test_without_a_thread_to_accept_no_port_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with contextlib.closing(TcpCarrier(port=port)) as carrier:
+        refusing = no_threads(monkeypatch, "kvferry-tcp-accept")
+        with refusing, pytest.raises(TransferError, match="no thread"):
+            carrier.endpoint()
+        assert TcpEndpoint.decode(carrier.endpoint()).port == port
 
 
 def test_nothing_is_left_behind(ends: tuple[End, End]) -> None:

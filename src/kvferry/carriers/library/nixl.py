@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
+    ENVIRONMENT,
     GRACE_SECONDS,
     ON_HOST,
     LibraryCarrier,
@@ -244,14 +245,14 @@ def api() -> Any:
 @contextlib.contextmanager
 def ucx_settings(loopback: bool) -> Iterator[None]:
     """Settings for agents that are made inside, unless the environment has its own."""
-    ours = {}
-    only_loopback = loopback and "UCX_NET_DEVICES" not in os.environ
-    if only_loopback:
-        ours["UCX_NET_DEVICES"] = "lo"
-    if "UCX_MODULES" not in os.environ and (only_loopback or not rdma_devices()):
-        ours["UCX_MODULES"] = "^ib"
-    with environment(ours):
-        yield
+    with ENVIRONMENT:
+        ours = {"UCX_MODULES": "^ib"}
+        if loopback and "UCX_NET_DEVICES" not in os.environ:
+            ours["UCX_NET_DEVICES"] = "lo"
+        elif rdma_devices():
+            del ours["UCX_MODULES"]
+        with environment(ours):
+            yield
 
 
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:

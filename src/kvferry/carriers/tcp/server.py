@@ -99,11 +99,15 @@ class TcpServer:
         return len(self._serving)
 
     def listen(self, listener: socket.socket) -> None:
-        self._listener = ours_alone(listener)
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
         )
-        thread.start()
+        self._listener = ours_alone(listener)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread for it
+            hang_up(listener)
+            raise TransferError(f"no thread can be started to accept peers: {error}") from None
         self._threads.add(thread)
 
     def attach(self, sock: socket.socket, address: str = "") -> bool:
