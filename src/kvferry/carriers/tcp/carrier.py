@@ -242,10 +242,6 @@ class TcpCarrier(GrantingCarrier):
     def close_grant(self, grant: bytes, seconds: float) -> int:
         return self._server.grants.close(grant, seconds)
 
-    @property
-    def open_grants(self) -> int:
-        return len(self._server.grants)
-
     def disconnect(self, peer: TcpPeer) -> None:
         with self._lock:
             if peer in self._peers:
