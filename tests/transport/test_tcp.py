@@ -204,6 +204,28 @@ def test_without_room_for_more_connections_the_first_one_carries_all(reading: bo
         assert user.carrier._peers == [peer] and owner.carrier.serving == 1
 
 
+def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner accepts a second connection, and says nothing on it."""
+    monkeypatch.setattr(tcp_carrier, "CONNECT_SECONDS", 60.0)
+    owner, user = End(), End()
+    peer, silent = user.carrier.connect(owner.carrier.endpoint(), soon()), list[socket.socket]()
+    monkeypatch.setattr(owner.carrier._server, "attach", lambda sock, _: silent.append(sock))
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+
+        def asked() -> bool:
+            user.carrier.read(peer, copies(owner.address, user.address, SIZE)).wait(soon(20))
+            return bool(silent)
+
+        wait_until(asked)
+        monkeypatch.undo()
+        silent[0].close()
+        wait_until(lambda: not peer.helpers.busy)
+        wait_until(lambda: asked() and owner.carrier.serving == 2)
+    assert threads_left("kvferry-tcp") == []
+
+
 def test_a_peer_without_progress_is_given_up() -> None:
     """The owner's accept queue takes the connection, but nobody ever answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

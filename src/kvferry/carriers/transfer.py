@@ -202,11 +202,13 @@ def share(
     """Do all parts of a job on this thread and up to `count` others, in any order.
 
     With `ahead`, `do` also gets the part that the same thread does next, or None. Each of the other
-    threads calls `join` first, and does no part if that raises. Returns when no thread works on the
-    job any more; raises the first error.
+    threads calls `join` first. It does no part if that raises, or returns too late. Returns when no
+    thread does a part of the job any more; raises the first error.
     """
     lock = threading.Lock()
     errors: list[Exception] = []
+    helping: list[Job] = []
+    over = False
 
     def take() -> T | None:
         with lock:
@@ -228,8 +230,12 @@ def share(
             join()
         except Exception as error:
             log.debug("a transfer goes on with a thread less: %s", text_of(error))
-        else:
-            loop(share)
+            return
+        with lock:
+            if over:
+                return
+            helping.append(share)
+        loop(share)
 
     first, second = take(), take()
     if first is None:
@@ -243,8 +249,11 @@ def share(
             helpers.submit(other)
         loop(job)
     finally:
+        with lock:
+            over = True
         for other in shares:
             other.request_cancel("nothing is left")  # ends a share that has not begun
+        for other in helping:
             other.join()
     if errors:
         raise errors[0]

@@ -406,6 +406,7 @@ class Streams:
     def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
         self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
         self._mine: dict[int, TcpConnection] = {}  # by thread
+        self._lock, self._over = threading.Lock(), False
         self._failed: list[Exception] = []
         self._ended: set[TcpConnection] = set()
 
@@ -413,7 +414,14 @@ class Streams:
         """Give this thread a connection, if it has none."""
         if threading.get_ident() in self._mine:
             return
-        self._mine[threading.get_ident()] = self._peer.take()
+        connection = self._peer.take()
+        with self._lock:
+            late = self._over
+            if not late:
+                self._mine[threading.get_ident()] = connection
+        if late:
+            self._peer.put(connection)
+            raise Cancelled("the transfer was over before its connection was open")
         self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
         if self._failed:
             raise self._failed[0]
@@ -443,7 +451,10 @@ class Streams:
                 connection.stream.stop_sending()
 
     def give_back(self) -> None:
-        """Return the connections, when no thread uses them any more."""
+        """Return the connections, when no thread uses them any more. One that a thread still opens
+        is returned by that thread."""
+        with self._lock:
+            self._over = True
         for connection in self._mine.values():
             ended = connection in self._ended
             if not self._reading and (ended or not connection.in_step):
