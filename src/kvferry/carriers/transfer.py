@@ -205,6 +205,13 @@ def share(
     threads calls `join` first. It does no part if that raises, or returns too late. Returns when no
     thread does a part of the job any more; raises the first error.
     """
+    first, second = next(parts, None), next(parts, None)
+    if first is None:
+        return
+    if second is None:
+        job.checkpoint()
+        do(first, None)
+        return
     lock = threading.Lock()
     errors: list[Exception] = []
     helping: list[Job] = []
@@ -237,13 +244,8 @@ def share(
             helping.append(share)
         loop(share)
 
-    first, second = take(), take()
-    if first is None:
-        return
-    parts = itertools.chain([first] if second is None else [first, second], parts)
-    shares = [
-        Job(help_out, "a share of a transfer") for _ in range(count if second is not None else 0)
-    ]
+    parts = itertools.chain([first, second], parts)
+    shares = [Job(help_out, "a share of a transfer") for _ in range(count)]
     try:
         for other in shares:
             helpers.submit(other)
