@@ -29,6 +29,7 @@ from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.checksum import Mixed, mix_on_host
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.null import NullCarrier
+from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.demo.cache import (
     CANARY,
     POISON,
@@ -361,7 +362,11 @@ class Gates:
         return {
             "threads": sum(_is_counted(thread.name) for thread in threading.enumerate()),
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "grants": sum(getattr(rack.carrier, "open_grants", 0) for rack in self.racks),
+            "grants": sum(
+                len(rack.carrier._server.grants)
+                for rack in self.racks
+                if isinstance(rack.carrier, TcpCarrier)
+            ),
             **self.counts(),
         }
 

@@ -506,6 +506,25 @@ def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
         pulse.require_alive()
 
 
+def test_sockets_of_dead_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a process that was killed before its socket got its name. A process that is
+    about to name its socket keeps it."""
+    monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
+    where = runtime_directory()
+    names = ("vouch-live", "vouch-dead", ".vouch-new", ".vouch-old")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            one = stack.enter_context(socket.socket(socket.AF_UNIX))
+            one.bind(str(where / name))
+            if name == "vouch-live":
+                one.listen()
+        os.utime(where / ".vouch-old", (0, 0))
+        vouch._sweep()
+        assert {path.name for path in where.iterdir()} == {"vouch-live", ".vouch-new"}
+
+
 def test_silent_visitors_delay_no_voucher() -> None:
     endpoint = vouch.vouch_for(lambda name: name.encode())
     with contextlib.ExitStack() as stack:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from kvferry.carriers.base import (
     MemoryRegion,
     TransferState,
 )
-from kvferry.carriers.library import mooncake, shared
+from kvferry.carriers.library import mooncake, nixl, shared
 from kvferry.carriers.library.nixl import NixlCarrier
 from kvferry.carriers.library.shared import (
     LibraryCarrier,
@@ -32,7 +34,7 @@ from kvferry.copies import Copies
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.handover.deadline import Deadline, await_transfer, end_transfers
 from no_threads import no_threads
-from waiting import wait_until
+from waiting import require_for, wait_until
 
 MIB = 1 << 20
 
@@ -220,6 +222,40 @@ def test_connecting_keeps_its_deadline_while_the_library_hangs() -> None:
     assert not threads_left("kvferry-memmove")
 
 
+def test_a_peer_that_hangs_takes_no_time_from_the_others_when_a_carrier_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hanging(MemmoveCarrier):
+        release, under_way = threading.Event(), 0
+
+        def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
+            if batch.dst[0] == self._own.address:  # the greeting
+                return
+            self.under_way += 1
+            while not self.release.wait(0.05):
+                if peer is not self._peers[0]:
+                    job.checkpoint()
+
+    memory = np.zeros(64, dtype=np.uint8)
+    owner, user = MemmoveCarrier(), Hanging()
+    try:
+        for carrier in (owner, user):
+            carrier.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        at = np.array([memory.ctypes.data])
+        for _ in range(2):
+            peer = user.connect(owner.endpoint(), soon())
+            user.read(peer, Copies(at, at, np.array([64])))
+        wait_until(lambda: user.under_way == 2)
+        monkeypatch.setattr(shared, "CANCEL_SECONDS", 0.5)
+        user.close()
+        assert user.counters["abandoned"] == 1
+    finally:
+        Hanging.release.set()
+        user.close()
+        owner.close()
+    assert not threads_left("kvferry-memmove")
+
+
 class EndsLate:
     """A job's lock that its own thread gets for the last time when it may."""
 
@@ -291,6 +327,64 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     carrier._detach(handle)
     again.join(30)
     assert agents == {"P": 1} and known
+
+
+def test_carriers_that_start_at_once_do_not_share_their_settings() -> None:
+    name, entered = "KVFERRY_TEST_OF_SETTINGS", threading.Event()
+
+    def start() -> tuple[str | None, str | None]:
+        with shared.environment({name: "second"}):
+            entered.set()
+            with shared.environment({name: "inner"}):
+                inner = os.environ.get(name)
+            return inner, os.environ.get(name)
+
+    with ThreadPoolExecutor(1) as pool:
+        with shared.environment({name: "first"}):
+            second = pool.submit(start)
+            require_for(0.1, lambda: not entered.is_set())
+            assert os.environ[name] == "first"
+        assert second.result(30) == ("second", "second")
+    assert name not in os.environ
+
+
+def test_a_library_that_fails_in_its_own_way_leaves_nothing() -> None:
+    class Faulty(MemmoveCarrier):
+        def _start(self) -> None:
+            raise TypeError("incompatible function arguments")
+
+    with pytest.raises(TypeError):
+        Faulty()
+    assert not threads_left("kvferry-pulse")
+
+
+@pytest.mark.parametrize(
+    ("told", "loopback", "rdma", "ours"),
+    [
+        ({}, True, True, {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}),
+        ({}, False, False, {"UCX_MODULES": "^ib"}),
+        ({}, False, True, {}),
+        ({"UCX_NET_DEVICES": "eth0"}, True, False, {"UCX_MODULES": "^ib"}),
+        ({"UCX_NET_DEVICES": "mlx5_0:1"}, True, True, {}),
+        ({"UCX_MODULES": "all"}, True, False, {"UCX_NET_DEVICES": "lo"}),
+    ],
+)
+def test_ucx_loads_infiniband_only_where_a_device_is_used(
+    told: dict[str, str],
+    loopback: bool,
+    rdma: bool,
+    ours: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "rdma_devices", lambda: ["mlx5_0"] if rdma else [])
+    names = ("UCX_NET_DEVICES", "UCX_MODULES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with nixl.ucx_settings(loopback):
+        assert {name: os.environ[name] for name in names if name in os.environ} == told | ours
+    assert {name: os.environ[name] for name in names if name in os.environ} == told
 
 
 @pytest.mark.parametrize("alive", [True, False])

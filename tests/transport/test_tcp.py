@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -41,7 +42,8 @@ from kvferry.errors import (
     PeerLost,
     TransferError,
 )
-from waiting import wait_until
+from no_threads import no_threads
+from waiting import require_for, wait_until
 
 SIZE = 8 << 20
 RIGHT, WRONG = "the right secret", "another secret of the same kind"
@@ -184,6 +186,46 @@ def test_no_room_is_an_error_and_passes() -> None:
         end.carrier.close()
 
 
+@pytest.mark.parametrize("reading", [True, False])
+def test_without_room_for_more_connections_the_first_one_carries_all(reading: bool) -> None:
+    owner, user = End(limits=ServerLimits(max_connections=1)), End()
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+        peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+        src, dst = (owner, user) if reading else (user, owner)
+        start = user.carrier.read if reading else user.carrier.write
+
+        def refused() -> int:
+            src.memory[:] = dst.memory[0] + 1
+            start(peer, copies(src.address, dst.address, SIZE)).wait(soon())
+            assert np.array_equal(src.memory, dst.memory)
+            return owner.carrier.counters["busy"]
+
+        wait_until(lambda: refused() >= 3)
+        assert user.carrier._peers == [peer] and owner.carrier.serving == 1
+
+
+def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner accepts a second connection, and says nothing on it."""
+    monkeypatch.setattr(tcp_carrier, "CONNECT_SECONDS", 60.0)
+    owner, user = End(), End()
+    peer, silent = user.carrier.connect(owner.carrier.endpoint(), soon()), list[socket.socket]()
+    monkeypatch.setattr(owner.carrier._server, "attach", lambda sock, _: silent.append(sock))
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+
+        def asked() -> bool:
+            user.carrier.read(peer, copies(owner.address, user.address, SIZE)).wait(soon(20))
+            return bool(silent)
+
+        wait_until(asked)
+        monkeypatch.undo()
+        silent[0].close()
+        wait_until(lambda: not peer.helpers.busy)
+        wait_until(lambda: asked() and owner.carrier.serving == 2)
+    assert threads_left("kvferry-tcp") == []
+
+
 def test_a_peer_without_progress_is_given_up() -> None:
     """The owner's accept queue takes the connection, but nobody ever answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -248,6 +290,35 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
         end.carrier.close()
 
 
+@pytest.mark.parametrize("slow_link", [True, False], ids=["a slow link", "a peer that stops"])
+def test_a_request_may_wait_for_the_answer_before_it(
+    slow_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader sends the rest of its next request once it has the bytes of the one before. While
+    those are on a slow link, its time is not over. But it ends, if the reader takes no bytes."""
+    slowest = 1 << (10 if slow_link else 30)
+    monkeypatch.setattr(frames, "SLOWEST_BYTES_PER_SECOND", slowest)
+    owner, user = End(limits=ServerLimits(frame_seconds=0.2)), End()
+    with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
+        endpoint, size = owner.carrier.endpoint(), 256 << 10
+        listener = owner.carrier._server._listener
+        assert listener is not None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * size)  # its sockets inherit it
+        stream = user.carrier.connect(endpoint, soon()).take().stream
+        with contextlib.closing(stream):
+            rows = table_bytes(np.array([owner.address]), np.array([size]))
+            first, second = (frames.frame(FrameKind.READ, n, rows, size) for n in (1, 2))
+            stream.send(first + second[:40])
+            if slow_link:
+                require_for(1.0, lambda: not owner.carrier.counters["late"])
+                for rest in (second[40:], b""):
+                    stream.recv(HEADER.size + size, soon())
+                    stream.send(rest)
+            else:
+                wait_until(lambda: owner.carrier.counters["late"])
+    assert owner.carrier.counters["reads"] == 1 + slow_link
+
+
 def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) -> None:
     owner, user = ends
     gone = mmap.mmap(-1, 1 << 20)
@@ -268,6 +339,16 @@ def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) ->
             transfer.wait(soon(5))
         assert transfer.poll() is TransferState.FAILED
     user.carrier.read(peer, copies(owner.address, user.address, 10)).wait(soon())
+
+
+def test_without_a_thread_to_accept_no_port_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with contextlib.closing(TcpCarrier(port=port)) as carrier:
+        refusing = no_threads(monkeypatch, "kvferry-tcp-accept")
+        with refusing, pytest.raises(TransferError, match="no thread"):
+            carrier.endpoint()
+        assert TcpEndpoint.decode(carrier.endpoint()).port == port
 
 
 def test_nothing_is_left_behind(ends: tuple[End, End]) -> None:
@@ -324,7 +405,7 @@ def _write_under_grants(owner: End, user: End) -> None:
         write(5000, 10, grant)
     write(9000, 100, other)  # others live on, on the same connection
     assert owner.carrier.close_grant(other, 5.0) == 100
-    assert owner.carrier.open_grants == 0
+    assert len(owner.carrier._server.grants) == 0
     assert user.carrier.counters["writes"] == 0
     with pytest.raises(OutOfBounds):
         owner.carrier.open_grant(*ranges(owner, (SIZE - 5, 10)))
@@ -364,9 +445,25 @@ def test_a_writer_that_leaves_a_grant_late_is_counted() -> None:
         with grants.writing(grant, stream, *where):
             with pytest.raises(DeadlineExceeded, match="did not leave a grant"):
                 grants.close(grant, 0.01)
-            with pytest.raises(FrameRefused, match="not inside what was granted"):
+            with pytest.raises(FrameRefused, match="no such grant"):
                 grants.writing(grant, stream, *where).__enter__()
         assert grants.close(grant, 1.0) == 64
+        assert (grants.close(grant, 1.0), len(grants)) == (0, 0)
+
+
+def test_a_grant_that_two_threads_close_is_closed_for_neither_before_its_writers_left() -> None:
+    grants, (mine, other) = Grants(), socket.socketpair()
+    stream, where = TcpStream(mine, 1.0), (np.array([1000]), np.array([64]))
+    grant = grants.open(RegionTable.of_arrays(*where))
+    with other, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        with grants.writing(grant, stream, *where):
+            first = pool.submit(grants.close, grant, 30.0)
+            wait_until(lambda: stream._aborted)
+            with pytest.raises(DeadlineExceeded, match="did not leave a grant"):
+                grants.close(grant, 0.01)
+            with pytest.raises(FrameRefused, match="no such grant"):
+                grants.writing(grant, stream, *where).__enter__()
+        assert first.result(30) == 64
         assert (grants.close(grant, 1.0), len(grants)) == (0, 0)
 
 
@@ -430,3 +527,63 @@ def test_staged_memory_moves_in_chunks() -> None:
     assert int(np.count_nonzero(arrays[0] == 5)) >= total
     for carrier in carriers:
         carrier.close()
+
+
+class Hanging(Elsewhere):
+    """Memory whose device does not answer until it is told to."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.memory)
+        self.uses, self.answers = 0, threading.Event()
+        end.carrier._server.memory = self
+
+    def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
+        self.uses += 1
+        assert self.answers.wait(60)
+        yield from super().outgoing(address, length)
+
+    def incoming(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
+        self.uses += 1
+        assert self.answers.wait(60)
+        yield from super().incoming(address, length)
+
+
+@pytest.mark.parametrize("hangs", ["owner", "user"])
+def test_memory_that_is_used_after_close_is_in_the_log(
+    hangs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 0.1)
+    owner, user = End(), End()
+    stuck = owner if hangs == "owner" else user
+    memory = Hanging(stuck)
+    try:
+        peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+        user.carrier.read(peer, copies(owner.address, user.address, 100))
+        wait_until(lambda: memory.uses)
+        stuck.carrier.close()
+        (line,) = [one.getMessage() for one in caplog.records]
+        assert "did not end within 0.1 s" in line and "must not be freed" in line
+    finally:
+        memory.answers.set()
+        for end in (user, owner):
+            end.carrier.close()
+    assert threads_left("kvferry-tcp") == []
+
+
+def test_a_carrier_closes_all_peers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them hangs. The time to wait is that of one."""
+    owner, user = End(), End()
+    memory = Hanging(user)
+    try:
+        for n in range(1, 5):
+            peer = user.carrier.connect(owner.carrier.endpoint(), soon())
+            user.carrier.read(peer, copies(owner.address, user.address, 100))
+            wait_until(lambda n=n: memory.uses == n)
+        monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 1.0)
+        begin = time.monotonic()
+        user.carrier.close()
+        assert time.monotonic() - begin < 3.0
+    finally:
+        memory.answers.set()
+        owner.carrier.close()
+    assert threads_left("kvferry-tcp") == []

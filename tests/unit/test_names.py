@@ -73,6 +73,24 @@ def _binds(free: socket.socket, host: str, port: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def dying(host: str, port: int, last_words: bytes = b"") -> Iterator[None]:
+    """A process that takes one connection, reads from it, and ends."""
+    listener = socket.create_server((host, port))
+
+    def live() -> None:
+        connection, _ = listener.accept()
+        listener.close()
+        with connection:
+            connection.recv(100)
+            connection.sendall(last_words)
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    yield
+    thread.join(SOON)
+
+
 def ask(caller: Caller, address: str, seconds: float = SOON) -> Any:
     return caller.call(address, Look(VERSION), time.monotonic() + seconds)
 
@@ -225,6 +243,31 @@ def test_who_takes_the_connection_may_greet_late(monkeypatch: pytest.MonkeyPatch
         require_for(0.4, lambda: not call.done())
         assert isinstance(call.result(SOON), Refused)
         caller.close()
+
+
+def test_a_peer_that_dies_during_the_handshake_is_lost() -> None:
+    """It does not count as one with another secret, and the next address of its name is tried."""
+    with peers(NameServer(p=("127.0.0.2", "127.0.0.1"))) as (caller, port):
+        with dying("127.0.0.2", port):
+            error = ask(caller, f"127.0.0.2:{port}", 30).exception(SOON)
+        assert isinstance(error, PeerLost) and "no process listens" in str(error)
+        with dying("127.0.0.2", port):
+            assert isinstance(ask(caller, f"p:{port}", 30).result(SOON), Refused)
+
+
+@pytest.mark.parametrize("other", ["secret", "protocol"])
+def test_a_peer_with_another_secret_or_protocol(other: str) -> None:
+    with peers(NameServer()) as (caller, port), contextlib.ExitStack() as stack:
+        if other == "secret":
+            sockets = Sockets("another secret of the same kind")
+            stack.callback(sockets.close)
+            server, port = sockets.server("127.0.0.1")
+            stack.callback(server.close, linger=0)
+        else:
+            stack.enter_context(dying("127.0.0.2", port, b"HTTP/1.1 400 Bad Request\r\n\r\n"))
+        host = "127.0.0.1" if other == "secret" else "127.0.0.2"
+        error = ask(caller, f"{host}:{port}", 30).exception(SOON)
+        assert isinstance(error, AuthenticationError) and "does not take our secret" in str(error)
 
 
 def test_a_name_that_is_unknown() -> None:

@@ -136,8 +136,7 @@ def _choose(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Set the libraries' log levels before they are loaded; they log every connection otherwise."""
-    ours = {name: value for name, value in QUIET.items() if name not in os.environ}
-    with shared.environment(ours):
+    with shared.environment(QUIET):
         yield
 
 

@@ -20,8 +20,8 @@ can only be closed.
 
 A transfer that was given up is *abandoned* if its bytes may still arrive: a library cannot take
 back a batch that it has begun, or a peer does not confirm the end. While `settled` is false, the
-memory is in use, and its owner must not give it to another request. Carriers count abandoned
-transfers (`counters["abandoned"]`), and those that still run (`abandoned_now`).
+memory is in use, and its owner must not give it to another request. Carriers of libraries count
+abandoned transfers (`counters["abandoned"]`), and those that still run (`abandoned_now`).
 
 One suite of tests (tests/transport/test_conformance.py) runs on all carriers.
 """

@@ -4,7 +4,7 @@
 The data planes of libraries say late, vaguely or never that a peer is gone. So the owner of memory
 listens beside them, and a visitor keeps its connection open. The kernel closes it when the process
 ends, however it ends; keep-alive notices a host that vanishes within
-`IDLE_SECONDS + PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
+`IDLE_SECONDS + KEEPALIVE_PROBES * PROBE_SECONDS`. This is all that is ever sent on it:
 
     visitor  -> owner    MAGIC, the token that the endpoint names
     owner    -> visitor  the incarnation that the endpoint names
@@ -30,14 +30,14 @@ import time
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.net.guests import Guest, GuestServer
-from kvferry.net.names import dial, hang_up, ours_alone
+from kvferry.net.names import dial, hang_up, keep_alive, ours_alone
 
 MAGIC = b"kvferry-pulse-1\n"
 GOODBYE = b"\n"
 TOKEN_BYTES = 16
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
-IDLE_SECONDS, PROBE_SECONDS, PROBES = 5, 2, 3
+IDLE_SECONDS, PROBE_SECONDS = 5, 2
 GRACE_TICK_SECONDS = 0.005
 
 
@@ -63,7 +63,7 @@ class PulseServer(GuestServer):
     async def serve(self, guest: Guest) -> None:
         if len(self.guests) > MOST_VISITORS:
             return
-        _keep_alive(guest.connection)
+        keep_alive(guest.connection, IDLE_SECONDS, PROBE_SECONDS)
         expected = MAGIC + self.token
         async with asyncio.timeout(GREETING_SECONDS):
             while len(guest.received) < len(expected):
@@ -105,7 +105,7 @@ class Liveness:
         with contextlib.ExitStack() as unless_greeted:
             unless_greeted.callback(connection.close)
             try:
-                _keep_alive(connection)
+                keep_alive(connection, IDLE_SECONDS, PROBE_SECONDS)
                 connection.sendall(MAGIC + token)
                 answer = b""
                 while len(answer) < TOKEN_BYTES:
@@ -169,10 +169,3 @@ class Liveness:
                 except OSError:
                     self._lost = True
             return self._lost
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from typing import TypeVar
 from kvferry.carriers.base import TransferState
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, TransferError, text_of
 from kvferry.workers import Threads
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -172,10 +175,14 @@ class Workers:
 
     def close(self, seconds: float = CANCEL_SECONDS) -> None:
         """Cancel all jobs and end the threads. Idempotent."""
+        self.end_soon()
+        self._threads.join(seconds)
+
+    def end_soon(self) -> None:
+        """Cancel all jobs, without waiting for their ends."""
         self._threads.close()
         for job in self.busy:
             job.request_cancel("the carrier was closed")
-        self._threads.join(seconds)
 
     def _run(self, job: Job) -> None:
         job.run()
@@ -190,14 +197,25 @@ def share(
     count: int,
     *,
     ahead: bool = False,
+    join: Callable[[], None] = lambda: None,
 ) -> None:
     """Do all parts of a job on this thread and up to `count` others, in any order.
 
-    With `ahead`, `do` also gets the part that the same thread does next, or None. Returns when no
-    thread works on the job any more; raises the first error.
+    With `ahead`, `do` also gets the part that the same thread does next, or None. Each of the other
+    threads calls `join` first. It does no part if that raises, or returns too late. Returns when no
+    thread does a part of the job any more; raises the first error.
     """
+    first, second = next(parts, None), next(parts, None)
+    if first is None:
+        return
+    if second is None:
+        job.checkpoint()
+        do(first, None)
+        return
     lock = threading.Lock()
     errors: list[Exception] = []
+    helping: list[Job] = []
+    over = False
 
     def take() -> T | None:
         with lock:
@@ -214,18 +232,30 @@ def share(
         except Exception as error:
             errors.append(error)
 
-    first, second = take(), take()
-    if first is None:
-        return
-    parts = itertools.chain([first] if second is None else [first, second], parts)
-    shares = [Job(loop, "a share of a transfer") for _ in range(count if second is not None else 0)]
+    def help_out(share: Job) -> None:
+        try:
+            join()
+        except Exception as error:
+            log.debug("a transfer goes on with a thread less: %s", text_of(error))
+            return
+        with lock:
+            if over:
+                return
+            helping.append(share)
+        loop(share)
+
+    parts = itertools.chain([first, second], parts)
+    shares = [Job(help_out, "a share of a transfer") for _ in range(count)]
     try:
         for other in shares:
             helpers.submit(other)
         loop(job)
     finally:
+        with lock:
+            over = True
         for other in shares:
             other.request_cancel("nothing is left")  # ends a share that has not begun
+        for other in helping:
             other.join()
     if errors:
         raise errors[0]

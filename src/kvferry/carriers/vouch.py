@@ -42,6 +42,7 @@ DIGEST_BYTES = 32
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 ASK_SECONDS = 5.0  # the owner only compares digests; if it takes longer, it is suspended
 ANSWER_SECONDS = 1.0  # for a process of this user to send its question
+UNHEARD_SECONDS = 60.0  # for a new process to listen on its socket; it takes microseconds
 PREFIX = "vouch-"
 _NAME = re.compile(PREFIX + r"[0-9a-f]{32}")
 
@@ -171,8 +172,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 def _sweep() -> None:
     """Remove the sockets of processes that are gone."""
-    for path in runtime_directory().glob(f"{PREFIX}*"):
+    for path in runtime_directory().glob(f"*{PREFIX}*"):
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            if path.name.startswith(".") and time.time() - path.stat().st_mtime < UNHEARD_SECONDS:
+                continue
             probe.settimeout(ANSWER_SECONDS)
             try:
                 probe.connect(str(path))

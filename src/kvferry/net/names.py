@@ -40,6 +40,7 @@ from kvferry.workers import Threads
 MOST_THREADS = 16  # a lookup that times out takes 10 s for each name server (glibc)
 MOST_WAITING = 4096  # lookups that wait for a thread, also cancelled ones; others are refused
 MOST_ADDRESSES = 8  # addresses of one name that are tried, one after the other
+KEEPALIVE_PROBES = 3
 LOCALHOST = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")  # hosts to listen on, and not to dial
 
@@ -192,6 +193,15 @@ def ours_alone(sock: socket.socket) -> socket.socket:
     """
     _ours.add(sock)
     return sock
+
+
+def keep_alive(sock: socket.socket, idle_seconds: int, probe_seconds: int) -> None:
+    """Have the kernel end a TCP connection whose other host is silent for `idle_seconds` and after
+    that for three probes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -10,9 +10,13 @@ If the host is a name, the calls to it wait until the name is resolved, on a thr
 The addresses of a name are tried in order:
 
     opened --the peer accepts the connection--> connected --the keys fit--> greeted
-       |                                            '--it breaks, or the keys differ--> over
+       |                                            |--it breaks--> opened again, once
+       |                                            '--it breaks again, or the keys differ--> over
        '--the address refuses, or its time to connect is over--> the next address; if there is no
                                                                  other: over
+
+A server that cannot read our greeting, because its key differs, closes the connection. So does the
+kernel when a server dies. If it died, the second connection is refused.
 
 An address that drops packets never answers. So if there are other addresses, each gets a part of
 the time of the calls that wait. No request was sent on a line that is not connected, so its calls
@@ -90,6 +94,13 @@ MONITORED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
+)
+
+# libzmq's events when a peer closes the connection during the handshake; then it connects again
+BROKEN_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_CONNECT_RETRIED,
 )
 
 
@@ -389,6 +400,7 @@ class Line:
     connect_by: float = math.inf  # after that, the next address is tried
     connected: bool = False
     greeted: bool = False  # whether its handshake succeeded
+    broken: int = 0  # events of its first broken handshake that were heard
 
     @classmethod
     def open(cls, sockets: Sockets, address: str, found: list[str]) -> Line:
@@ -424,13 +436,15 @@ class Line:
                 self.greeted = True
             elif self.greeted:
                 return PeerLost(f"the connection to {self.address} broke")
+            elif event in BROKEN_HANDSHAKE[self.broken : self.broken + 1]:
+                self.broken += 1
             elif event == zmq.EVENT_CONNECT_RETRIED:
                 return PeerLost(f"no process listens at {self.address}")
             else:
                 return AuthenticationError(
-                    f"{self.address} does not take our secret (or is no kvferry); configure the "
-                    "same secret on both engines. Without one, both must run as the same user on "
-                    "one host, and in containers share /dev/shm"
+                    f"{self.address} does not take our secret (or it is no kvferry, or a proxy "
+                    "without its server); configure the same secret on both engines. Without one, "
+                    "both must run as the same user on one host, and in containers share /dev/shm"
                 )
         return None
 

@@ -31,6 +31,7 @@ from typing import Any
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
+    ENVIRONMENT,
     RDMA_DEVICES,
     THREADS_PER_PEER,
     LibraryCarrier,
@@ -79,7 +80,8 @@ class MooncakeCarrier(LibraryCarrier):
         admits: Admits | None = None,
     ) -> None:
         self._engine_class = engine_class()
-        require_way(protocol, device)
+        with ENVIRONMENT:
+            require_way(protocol, device)
         self._devices = device
         super().__init__(host=host, secret=secret, flavour=protocol, admits=admits, workers=workers)
 
@@ -90,7 +92,7 @@ class MooncakeCarrier(LibraryCarrier):
         ours = {TIMEOUT_VARIABLE: str(TIMEOUT_SECONDS)}
         if self.flavour == "tcp":
             ours[FORCE_TCP] = "1"
-        with environment({name: value for name, value in ours.items() if name not in os.environ}):
+        with environment(ours):
             self._engine = self._engine_class()
             code = self._engine.initialize(self._where, "P2PHANDSHAKE", self.flavour, self._devices)
         if code != 0:

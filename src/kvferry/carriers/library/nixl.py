@@ -3,10 +3,11 @@
 
 NIXL checks on the initiator's side that descriptors lie in regions that the peer registered; NICs
 check again (RDMA keys). UCX chooses how it reaches a peer: shared memory, TCP, RDMA, NVLink. If
-`host` is loopback, UCX may use only the loopback device. So it works without a network, and other
-hosts cannot reach it. On loopback and without an InfiniBand device, UCX's InfiniBand module stays
-unloaded, because the one in NIXL 1.5.1's wheel crashes the process when it exits. The carrier never
-overrides UCX_NET_DEVICES or UCX_MODULES of the environment.
+`host` is loopback, UCX may use only the loopback device, unless UCX_NET_DEVICES names another. So
+it works without a network, and other hosts cannot reach it. On that device, and on hosts without an
+InfiniBand device, UCX's InfiniBand module stays unloaded, because the one in NIXL 1.5.1's wheel
+crashes the process when it exits. The carrier never overrides UCX_NET_DEVICES or UCX_MODULES of the
+environment.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
+    ENVIRONMENT,
     GRACE_SECONDS,
     ON_HOST,
     LibraryCarrier,
@@ -243,14 +245,14 @@ def api() -> Any:
 @contextlib.contextmanager
 def ucx_settings(loopback: bool) -> Iterator[None]:
     """Settings for agents that are made inside, unless the environment has its own."""
-    ours = {}
-    if "UCX_NET_DEVICES" not in os.environ:
-        if loopback:
+    with ENVIRONMENT:
+        ours = {"UCX_MODULES": "^ib"}
+        if loopback and "UCX_NET_DEVICES" not in os.environ:
             ours["UCX_NET_DEVICES"] = "lo"
-        if "UCX_MODULES" not in os.environ and (loopback or not rdma_devices()):
-            ours["UCX_MODULES"] = "^ib"
-    with environment(ours):
-        yield
+        elif rdma_devices():
+            del ours["UCX_MODULES"]
+        with environment(ours):
+            yield
 
 
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:

@@ -52,6 +52,8 @@ from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, is_loopback
 
 log = logging.getLogger(__name__)
 
+# Held while the process has variables of ours, which another carrier must not take for the user's.
+ENVIRONMENT = threading.RLock()
 RDMA_DEVICES = Path("/sys/class/infiniband")
 ON_HOST, MOST_GPU = -1, 1 << 16  # not on a GPU; more GPUs than exist
 THREADS_PER_PEER = 2  # take turns by batch, so that a long transfer does not delay a short one
@@ -128,7 +130,7 @@ class LibraryCarrier(Carrier):
         try:
             self._start()
             self.register_one(self._own)
-        except TransferError:
+        except BaseException:  # also an error of the library's own
             self._pulse.close()
             raise
 
@@ -247,6 +249,7 @@ class LibraryCarrier(Carrier):
         self._pulse.leave()
         for peer in peers:
             peer.connected = False
+            peer.workers.end_soon()
         until = time.monotonic() + CANCEL_SECONDS
         for peer in peers:
             self._end(peer, max(0.0, until - time.monotonic()))
@@ -413,13 +416,15 @@ def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies
 
 @contextlib.contextmanager
 def environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that the environment does not have, for a while."""
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
+    """Set variables that the environment does not have, for a while, by one thread at a time."""
+    with ENVIRONMENT:
+        new = {name: value for name, value in ours.items() if name not in os.environ}
+        os.environ.update(new)
+        try:
+            yield
+        finally:
+            for name in new:
+                os.environ.pop(name, None)
 
 
 def rdma_devices() -> list[str]:

@@ -13,6 +13,8 @@ arrives.
     cancelled write   this side stops sending and waits until the server has closed: then all that
                       was on the way has either been applied or is gone
     failed            an error on one connection ends the others in the same way
+    no connection     a transfer fails only if its first connection cannot be opened; without the
+                      others, the first one carries their frames
     grant closed      the owner closes the connections that write under it, and no others
 
 Without a secret, peers must be of this user (net/keys.py), and the carrier listens on loopback
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -62,13 +65,15 @@ from kvferry.carriers.tcp.frames import (
     receive_runs,
     send_runs,
 )
-from kvferry.carriers.tcp.server import ServerLimits, TcpServer
+from kvferry.carriers.tcp.server import STILL_USED, ServerLimits, TcpServer
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers, share
 from kvferry.copies import Copies, Ints, table_bytes, table_of
 from kvferry.errors import AuthenticationError, Cancelled, PeerLost, ProtocolError, TransferError
 from kvferry.net.keys import Key
 from kvferry.net.names import EVERYWHERE, LOCALHOST, Admits, Reach, dial, source_address
 from kvferry.units import require_port
+
+log = logging.getLogger(__name__)
 
 STREAMS_PER_TRANSFER = 2
 # Staged memory is gathered, crosses the bus and is sent, in this order. The steps of several
@@ -195,7 +200,7 @@ class TcpCarrier(GrantingCarrier):
             if not self._closed:
                 self._peers.append(peer)
                 return peer
-        peer.close()
+        peer.close(CANCEL_SECONDS)
         raise Cancelled("the carrier was closed")
 
     def write_granted(self, peer: TcpPeer, copies: Copies, grant: bytes) -> Transfer:
@@ -215,6 +220,7 @@ class TcpCarrier(GrantingCarrier):
             streams = Streams(peer, job, reading=reading, grant=grant)
             try:
                 with job.woken_by(streams.end):
+                    streams.join()  # before the helpers: they can be done without
                     share(
                         job,
                         slices(arrays, frame),
@@ -222,6 +228,7 @@ class TcpCarrier(GrantingCarrier):
                         peer.helpers,
                         self.streams_per_transfer - 1,
                         ahead=reading,
+                        join=streams.join,
                     )
             finally:
                 streams.give_back()
@@ -235,23 +242,22 @@ class TcpCarrier(GrantingCarrier):
     def close_grant(self, grant: bytes, seconds: float) -> int:
         return self._server.grants.close(grant, seconds)
 
-    @property
-    def open_grants(self) -> int:
-        return len(self._server.grants)
-
     def disconnect(self, peer: TcpPeer) -> None:
         with self._lock:
             if peer in self._peers:
                 self._peers.remove(peer)
-        peer.close()
+        peer.close(CANCEL_SECONDS)
 
     def close(self) -> None:
+        until = time.monotonic() + CANCEL_SECONDS
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
         for peer in peers:
-            peer.close()
+            peer.end_soon()
         self._server.close(CANCEL_SECONDS)
+        for peer in peers:
+            peer.close(max(0.0, until - time.monotonic()))
 
 
 class TcpConnection:
@@ -376,26 +382,53 @@ class TcpPeer:
         for connection in ended:
             connection.stream.close()
 
-    def close(self) -> None:
+    def end_soon(self) -> None:
+        """End the transfers, without waiting for that."""
         with self._lock:
             self._closed = True
-        self.workers.close()
-        self.helpers.close()
+        self.workers.end_soon()
+        self.helpers.end_soon()
+
+    def close(self, seconds: float) -> None:
+        self.end_soon()
+        self.workers.close(seconds)
+        left = len(self.workers.busy)
+        if left:
+            log.warning(STILL_USED, left, "transfers", CANCEL_SECONDS)
         for connection in self._idle:
             connection.stream.close()
         self._idle.clear()
 
 
 class Streams:
+    """The connections of one transfer, one for each thread that carries frames of it."""
+
     def __init__(self, peer: TcpPeer, job: Job, *, reading: bool, grant: bytes) -> None:
         self._peer, self._job, self._reading, self._grant = peer, job, reading, grant
         self._mine: dict[int, TcpConnection] = {}  # by thread
+        self._lock, self._over = threading.Lock(), False
         self._failed: list[Exception] = []
         self._ended: set[TcpConnection] = set()
 
+    def join(self) -> None:
+        """Give this thread a connection, if it has none."""
+        if threading.get_ident() in self._mine:
+            return
+        connection = self._peer.take()
+        with self._lock:
+            late = self._over
+            if not late:
+                self._mine[threading.get_ident()] = connection
+        if late:
+            self._peer.put(connection)
+            raise Cancelled("the transfer was over before its connection was open")
+        self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
+        if self._failed:
+            raise self._failed[0]
+
     def carry(self, memory: Memory, part: Copies, following: Copies | None) -> None:
         try:
-            connection = self._mine.get(threading.get_ident()) or self._take()
+            connection = self._mine[threading.get_ident()]
             if self._reading:
                 connection.read(memory, part, following)
             else:
@@ -418,21 +451,16 @@ class Streams:
                 connection.stream.stop_sending()
 
     def give_back(self) -> None:
-        """Return the connections, when no thread uses them any more."""
+        """Return the connections, when no thread uses them any more. One that a thread still opens
+        is returned by that thread."""
+        with self._lock:
+            self._over = True
         for connection in self._mine.values():
             ended = connection in self._ended
             if not self._reading and (ended or not connection.in_step):
                 # sent bytes may be on their way into the peer's memory: wait until the peer closes
                 self._job.late_bytes |= not connection.stream.drain(CANCEL_SECONDS)
             self._peer.put(connection, keep=not ended)
-
-    def _take(self) -> TcpConnection:
-        connection = self._peer.take()
-        self._mine[threading.get_ident()] = connection
-        self._job.checkpoint()  # after `end` can see the connection: no cancel is missed
-        if self._failed:
-            raise self._failed[0]
-        return connection
 
 
 def _shake_hands(

@@ -45,12 +45,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import hmac
 import os
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -72,7 +74,7 @@ from kvferry.errors import (
     ProtocolError,
     TransferError,
 )
-from kvferry.net.names import hang_up, ours_alone
+from kvferry.net.names import hang_up, keep_alive, ours_alone
 
 MAGIC = b"KVFT"
 VERSION = 2  # since 2, the key is stretched, and writes need a grant
@@ -200,11 +202,12 @@ def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints)
 
 
 # A host that vanished is noticed on idle connections too, after about a minute.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+SILENT_SECONDS, PROBE_SECONDS = 30, 10
 # The least mean rate of a call without a deadline, which has `stall_seconds` more.
 SLOWEST_BYTES_PER_SECOND = 64 << 10
 SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean no timeout
 _TIMEVAL = struct.Struct("ll")
+_INT = struct.Struct("i")
 
 # descriptor, message header, flags -> bytes moved, or -1 with errno set
 _Call = Callable[[int, Any, int], int]
@@ -237,9 +240,7 @@ class TcpStream:
         if sock.family != socket.AF_UNIX:
             # no buffer sizes: the kernel lets buffers grow further than a process may ask for
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            keep_alive(sock, SILENT_SECONDS, PROBE_SECONDS)
 
     def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
         """Send all of `data` by the deadline; without one, see the module's text."""
@@ -305,6 +306,11 @@ class TcpStream:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
+
+    def unconfirmed_seconds(self) -> float:
+        """How long the bytes that the peer's kernel has not confirmed yet may take to arrive."""
+        (count,) = _INT.unpack(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(_INT.size)))
+        return float(count) / SLOWEST_BYTES_PER_SECOND
 
     def drain(self, seconds: float) -> bool:
         """Stop sending, and discard the bytes that come. Returns whether the peer closed."""

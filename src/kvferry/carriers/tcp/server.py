@@ -55,6 +55,11 @@ from kvferry.net.names import hang_up, ours_alone
 
 log = logging.getLogger(__name__)
 
+STILL_USED = (
+    "%d tcp %s did not end within %g s; they may still read and write registered memory, which "
+    "must not be freed yet"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
@@ -63,7 +68,8 @@ class ServerLimits:
     max_connections: int = 1024
     max_pending: int = 64  # connections that have not authenticated yet
     handshake_seconds: float = 5.0
-    frame_seconds: float = 10.0  # from a frame's first byte to the end of its table
+    # from a frame's first byte to the end of its table, once the peer has the answer before it
+    frame_seconds: float = 10.0
     stall_seconds: float = 30.0  # without any progress; see frames.py for slow progress
     idle_seconds: float = 900.0  # between two requests
     goodbye_seconds: float = 1.0  # for a refused peer to read why
@@ -93,11 +99,15 @@ class TcpServer:
         return len(self._serving)
 
     def listen(self, listener: socket.socket) -> None:
-        self._listener = ours_alone(listener)
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="kvferry-tcp-accept", daemon=True
         )
-        thread.start()
+        self._listener = ours_alone(listener)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread for it
+            hang_up(listener)
+            raise TransferError(f"no thread can be started to accept peers: {error}") from None
         self._threads.add(thread)
 
     def attach(self, sock: socket.socket, address: str = "") -> bool:
@@ -146,7 +156,7 @@ class TcpServer:
         self.counters["evicted"] += 1
 
     def close(self, seconds: float) -> None:
-        """Idempotent. Returns when no connection touches memory any more."""
+        """Returns when no connection uses memory any more, or after `seconds`. Idempotent."""
         until = time.monotonic() + seconds
         with self._lock:
             self._closed = True
@@ -158,6 +168,9 @@ class TcpServer:
             hang_up(listener)  # wakes the thread that accepts
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
+        left = sum(thread.is_alive() for thread in threads)
+        if left:
+            log.warning(STILL_USED, left, "connections", seconds)
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
@@ -206,7 +219,9 @@ class TcpServer:
     def _converse(self, stream: TcpStream) -> None:
         last = 0  # number of the newest request
         while stream.wait_readable(self._limits.idle_seconds):
-            deadline = time.monotonic() + self._limits.frame_seconds
+            # a reader sends the rest of a request that it sent ahead when it has the last answer
+            seconds = self._limits.frame_seconds + stream.unconfirmed_seconds()
+            deadline = time.monotonic() + seconds
             raw = stream.recv(HEADER.size, deadline, end_ok=True)
             if not raw:
                 return
@@ -303,6 +318,7 @@ class _Grant:
     ranges: RegionTable
     writing: set[TcpStream] = field(default_factory=set)
     applied_bytes: int = 0
+    closing: bool = False
 
 
 class Grants:
@@ -328,17 +344,15 @@ class Grants:
             entry = self._open.get(grant)
             if entry is None:
                 return 0
-            del self._open[grant]
+            entry.closing = True
             for stream in entry.writing:
                 stream.abort()
             if not self._left.wait_for(lambda: not entry.writing, seconds):
-                entry.ranges = RegionTable.of([])  # nothing more is taken under it
-                self._open[grant] = entry
                 raise DeadlineExceeded(
                     f"{len(entry.writing)} writers did not leave a grant within {seconds:g} s; "
                     "close it again"
                 )
-            return entry.applied_bytes
+            return entry.applied_bytes if self._open.pop(grant, None) else 0
 
     @contextmanager
     def writing(
@@ -347,7 +361,7 @@ class Grants:
         """Entered while a stream's payload is received. Refuses ranges that are not granted."""
         with self._lock:
             entry = self._open.get(grant)
-            if entry is None:
+            if entry is None or entry.closing:
                 raise FrameRefused(Code.REVOKED, "there is no such grant, or it was taken back")
             _require_inside(entry.ranges, address, length, "what was granted")
             entry.writing.add(stream)
