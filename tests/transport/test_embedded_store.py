@@ -53,13 +53,17 @@ def invariants(store: EmbeddedStore) -> None:
     tiers = tiers_of(store)
     index, arena = tiers.index, tiers.arena
     with tiers.locked(soon()):
-        tiers.mend()
-        rows = index.in_state(*ix.WITH_EXTENT)
-        order = np.argsort(index.offset[rows])
-        begin, size = index.offset[rows][order], index.extent[rows][order]
-        assert (begin[1:] >= (begin + size)[:-1]).all(), "two objects share memory"
-        free = int(index.gap_bytes[: index.gaps].sum())
-        assert free + int(size.sum()) == index.arena_bytes, "memory was lost"
+        for mended in (False, True):
+            if mended:
+                tiers.mend()
+            rows, gaps = index.in_state(*ix.WITH_EXTENT), index.gaps
+            begin = np.concatenate((index.offset[rows], index.gap_offset[:gaps]))
+            size = np.concatenate((index.extent[rows], index.gap_bytes[:gaps]))
+            order = np.argsort(begin)
+            begin, size = begin[order], size[order]
+            assert (begin[1:] >= (begin + size)[:-1]).all(), f"memory has two owners ({mended})"
+            lost = index.arena_bytes - int(size.sum())
+            assert lost == 0 or (index.gaps_stale and not mended), f"memory was lost ({mended})"
         assert index.arena_bytes <= arena.capacity
         assert len(index.in_state(*ix.OWNED)) == 0
     counters = store.counters()

@@ -223,40 +223,53 @@ class Tiers:
         lock_seconds  longest wait for the lock, each time, of a caller that can do without extents
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
-        stuck = 0
+        stuck, doubt = 0, False
         try:
             while pending:
                 before = len(pending)
+                backed = self.arena.grow(sum(wish.size for wish in pending))
                 with self.locked(deadline, lock_seconds):
-                    pending = self._take(pending)
-                stuck = stuck + 1 if len(pending) == before else 0
+                    self.arena.take_backed(backed)
+                    pending = self._take(pending, doubt)
+                can_grow = self.arena.can_grow()  # others may have taken the memory meanwhile
+                stuck = stuck + 1 if len(pending) == before and not can_grow else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:
                     break
-                if self._reap(deadline, lock_seconds):  # before evicting objects
+                if can_grow or self._reap(deadline, lock_seconds):  # before evicting objects
                     continue
                 victims = self._choose(pending, in_a_row=stuck > 1)
                 pending = [wish for wish in pending if not wish.declined]
                 if len(victims):
                     self._evict(victims, deadline, lock_seconds)
-                elif not pending or not self._reap(deadline, lock_seconds, now=True):
+                elif not pending or (doubt and not self._reap(deadline, lock_seconds, now=True)):
                     break
+                doubt = stuck > 1 or len(victims) == 0
         except BaseException:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
 
-    def _take(self, wishes: list[Wish]) -> list[Wish]:
-        """Take one free extent for all wishes, in their order, so that one copy moves many objects.
-        If no gap is that long, fill gap after gap, the most valuable wishes first. Returns the
-        wishes that got none."""
-        index, left = self.index, list[Wish]()
-        if index.gaps_stale:
-            self.arena.find_gaps()
-        # Another writer may have taken a row meanwhile.
+    def _take(self, wishes: list[Wish], doubt: bool) -> list[Wish]:
+        """Take extents for the wishes whose rows no other writer has taken meanwhile. Returns the
+        wishes that got none.
+
+        doubt  the gaps should be long enough; if they are not, look at the records again
+        """
+        index = self.index
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
         same = index.low[rows] == np.array([wish.low for wish in wishes], dtype=np.uint64)
         same &= index.high[rows] == np.array([wish.high for wish in wishes], dtype=np.uint64)
         same &= index.state[rows] == np.array([wish.before for wish in wishes], dtype=np.uint8)
-        wishes = [wish for wish, is_same in zip(wishes, same.tolist(), strict=True) if is_same]
+        left = self._fill([wish for wish, is_same in zip(wishes, same, strict=True) if is_same])
+        if left and (doubt or index.gaps_stale):
+            self.arena.find_gaps()
+            left = self._fill(left)
+        return left
+
+    def _fill(self, wishes: list[Wish]) -> list[Wish]:
+        """Take one free extent for all wishes, in their order, so that one copy moves many objects.
+        If no gap is that long, fill gap after gap, the most valuable wishes first. Returns the
+        wishes that got none."""
+        left = list[Wish]()
         total = sum(wish.size for wish in wishes)
         offset = self.arena.take(total) if 0 < total <= self.arena.capacity else -1
         if offset >= 0:
@@ -451,6 +464,7 @@ class Tiers:
         def write() -> None:
             generations = np.array([generation], dtype=np.uint32)
             if self._drop_same(np.array([row]), generations):
+                self.index.distrust_gaps()  # its record may have named another object's memory
                 self.index.count("corrupt")
                 _log.error("a damaged object is removed (record %d)", row)
 
