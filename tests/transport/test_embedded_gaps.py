@@ -15,8 +15,8 @@ import pytest
 
 from kvferry.pool.embedded import arena
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.store import Outcome
+from kvferry.pool.embedded.index import SharedIndex
+from kvferry.pool.store import Ints, Outcome
 from pool_peers import MEMORY, Peer
 
 PAGE = arena.ALIGN
@@ -48,21 +48,28 @@ def found(peer: Peer) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_a_full_store_is_not_searched_for_gaps(
+def test_a_full_store_is_not_searched_with_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: bool
 ) -> None:
     """However objects come and go, in two processes, the list is the one that the records give."""
     one, two = Peer(tmp_path, disk), Peer(tmp_path, disk)
     rng = random.Random(7)
+    in_state = SharedIndex.in_state
+
+    def without_the_lock(self: SharedIndex, *states: int) -> Ints:
+        assert not any(each.tiers.lock._threads.locked() for each in (one, two))
+        return in_state(self, *states)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "find_gaps", lambda _: pytest.fail("looked at all records"))
+        patch.setattr(SharedIndex, "in_state", without_the_lock)
         for number in range(300):
             assert rng.choice((one, two)).put(number) is Outcome.DONE
             if number % 10 == 9:
                 old = [f"object/{rng.randrange(number)}" for _ in range(3)]
                 rng.choice((one, two)).store.remove(old, soon())
                 two.get(rng.randrange(number))  # may come up from disk
-    assert one.store.counters()["evicted"] > 100
+    counters = one.store.counters()
+    assert counters["evicted"] > 100 and counters["dropped"] > 50
     kept = gaps_of(one)
     assert kept == found(two) and sum(size for _, size in kept) < MEMORY // 2
     two.close()

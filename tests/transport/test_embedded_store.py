@@ -52,8 +52,8 @@ def invariants(store: EmbeddedStore) -> None:
     """What must hold in a store at rest: extents apart, nothing half-done, bounds kept."""
     tiers = tiers_of(store)
     index, arena = tiers.index, tiers.arena
-    with tiers.locked(soon()):
-        for mended in (False, True):
+    for mended in (False, True):
+        with tiers.locked(soon()):
             if mended:
                 tiers.mend()
             rows, gaps = index.in_state(*ix.WITH_EXTENT), index.gaps
@@ -64,8 +64,8 @@ def invariants(store: EmbeddedStore) -> None:
             assert (begin[1:] >= (begin + size)[:-1]).all(), f"memory has two owners ({mended})"
             lost = index.arena_bytes - int(size.sum())
             assert lost == 0 or (index.gaps_stale and not mended), f"memory was lost ({mended})"
-        assert index.arena_bytes <= arena.capacity
-        assert len(index.in_state(*ix.OWNED)) == 0
+            assert index.arena_bytes <= arena.capacity
+    assert len(index.in_state(*ix.OWNED)) == 0
     counters = store.counters()
     assert counters["disk_bytes"] <= DISK
 

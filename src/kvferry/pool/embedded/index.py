@@ -15,6 +15,7 @@ dead:
     MEMORY     an extent of the arena           DISK       a file           BOTH  either
     DEMOTING   in memory, on its way to disk    -> MEMORY
     PROMOTING  on disk, on its way to memory    -> DISK
+    REMOVING   the owner removes its file       -> GHOST
 
 `generation` changes when an extent is taken, and when it is given up. A reader that has copied and
 still finds the object in memory, at the same offset and in the same generation, knows that no
@@ -75,8 +76,8 @@ ADOPT = 2  # in `files_due`: the disk tier's files are still to get records
 
 Words = NDArray[np.uint64]
 
-FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING = range(8)
-OWNED = (WRITING, DEMOTING, PROMOTING)
+FREE, GHOST, WRITING, MEMORY, DISK, BOTH, DEMOTING, PROMOTING, REMOVING = range(9)
+OWNED = (WRITING, DEMOTING, PROMOTING, REMOVING)
 READABLE = (MEMORY, DISK, BOTH, DEMOTING, PROMOTING)
 IN_MEMORY = (MEMORY, BOTH, DEMOTING)
 WITH_EXTENT = (WRITING, MEMORY, BOTH, DEMOTING, PROMOTING)
@@ -162,6 +163,9 @@ class SharedIndex:
     # Words 0 to 3 are the magic number and the sizes, 4 and 5 the store's identity, 12 and 13 the
     # bar; counters follow from word 16 on. A process writes them with the lock, except for some
     # counters, which may miss a few.
+    sent_bytes = _Word(
+        6, 0, 1 << 62
+    )  # to the disk tier so far: grows right after the records say it
     dirty = _Word(8)  # a process holds the lock, or died with it
     gaps = _Word(9, 0, MAX_GAPS)
     arena_bytes = _Word(10)  # bytes of the arena that are backed by memory
