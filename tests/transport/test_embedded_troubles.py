@@ -241,18 +241,18 @@ def test_room_on_disk_that_another_takes_first(
     """Between a process's look at the disk and its turn, another sends objects down."""
     one, two = Small(tmp_path, disk=350_000), Small(tmp_path, disk=350_000)
     one.put(*(f"a{i}" for i in range(10)))
-    choose, others = Tiers._choose_files, iter(["c0"])
+    choose = Tiers._choose_files
 
     def late(self: Tiers, *args: Any) -> Any:
         chosen = choose(self, *args)
-        if self is one.tiers:
-            for key in others:
-                assert two.put(key, "c1") == [Outcome.DONE] * 2
+        monkeypatch.setattr(Tiers, "_choose_files", choose)
+        two.tiers._evict(two.index.find(*ix.hash_keys(["a7", "a8", "a9"])), soon())
         return chosen
 
     monkeypatch.setattr(Tiers, "_choose_files", late)
-    assert one.put("b0", "b1") == [Outcome.DONE] * 2
-    assert next(others, None) is None and one.store.counters()["demoted"] >= 3
+    one.tiers._evict(one.index.find(*ix.hash_keys(["a0", "a1", "a2"])), soon())
+    assert one.store.counters()["demoted"] == 3 and one.count(ix.MEMORY) == 7
+    assert one.put(*(f"b{i}" for i in range(8))) == [Outcome.DONE] * 8
     assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"] <= 350_000
     two.store.close()
     one.store.close()

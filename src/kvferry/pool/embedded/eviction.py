@@ -226,9 +226,9 @@ class Tiers:
     def _is_mine(self, rows: Any, generation: Any) -> Any:
         """Whether this process still works on the objects that these records had."""
         index = self.index
-        mine = np.isin(index.state[rows], (ix.DEMOTING, ix.REMOVING))
-        mine &= index.owner[rows] == self.members.me
-        return mine & (index.generation[rows] == generation)
+        state, mine = index.state[rows], index.owner[rows] == self.members.me
+        works = (state == ix.DEMOTING) | (state == ix.REMOVING)
+        return works & mine & (index.generation[rows] == generation)
 
     def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
         """Free the extents of processes that died outside of the lock. Returns whether any died."""
