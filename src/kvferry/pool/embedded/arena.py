@@ -158,11 +158,16 @@ class Arena:
     def can_grow(self) -> bool:
         return self.backed() < self.capacity and time.monotonic() >= self._grow_after
 
+    def lacks(self, size: int) -> bool:
+        """Whether no gap has `size` bytes, and the arena can grow."""
+        return self.can_grow() and self._first_gap(size) < 0
+
     def grow(self, size: int) -> int:
-        """Back more of the arena if no gap has `size` bytes: a large step, or only `size` bytes.
-        Returns how many bytes are backed then, for `take_backed`. Like `back`, it needs no lock."""
+        """Back more of the arena: a large step, or only `size` bytes. Returns how many bytes are
+        backed then, for `take_backed`. It needs no lock but that of the process that grows: where
+        memory is short, the system takes back all pages of the step that are not written yet."""
         end = self.backed()
-        if not self.can_grow() or self._first_gap(size) >= 0:
+        if not self.lacks(size):  # another process was quicker
             return end
         for step in (max(GROW_BYTES, size), size):
             grown = min(self.capacity, end + step)

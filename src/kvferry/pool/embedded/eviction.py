@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 OPEN_SECONDS = 60.0
 ADOPT_SECONDS = 5.0  # the first opener waits this long for records of files; others come later
 UPDATE_SECONDS = 1.0  # wait for the lock, past a caller's deadline, to give back extents
-SHORT_WAIT_S = 0.01  # a reader's wait for the lock: a thousand times as long as most hold it
+SHORT_WAIT_S = 0.01  # a reader's wait for the lock: a hundred times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
 ROUNDS = 6  # tries to make room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
@@ -103,6 +103,8 @@ class Tiers:
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
+            self._growing = SharedLock(directory / "growing")  # taken before the lock
+            undo.callback(self._growing.close)
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
                 self._open(directory, wanted, disk, undo)
             self._opened = undo.pop_all()
@@ -269,10 +271,16 @@ class Tiers:
         try:
             while pending:
                 before = len(pending)
-                backed = self.arena.grow(sum(wish.size for wish in pending))
-                with self.locked(deadline, lock_seconds):
-                    self.arena.take_backed(backed)
-                    pending = self._take(pending, doubt)
+                size, backed = sum(wish.size for wish in pending), 0
+                with contextlib.ExitStack() as growing:
+                    if self.arena.lacks(size):
+                        until = min(deadline, time.monotonic() + lock_seconds)
+                        growing.enter_context(self._growing.held(until))
+                        backed = self.arena.grow(size)
+                    with self.locked(deadline, lock_seconds):
+                        self.arena.take_backed(backed)
+                        growing.close()
+                        pending = self._take(pending, doubt)
                 can_grow = self.arena.can_grow()  # others may have taken the memory meanwhile
                 stuck = stuck + 1 if len(pending) == before and not can_grow else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:

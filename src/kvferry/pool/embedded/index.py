@@ -21,9 +21,10 @@ dead:
 still finds the object in memory, at the same offset and in the same generation, knows that no
 process wrote there meanwhile.
 
-Locks are the kernel's, which drops them with the process. `SharedLock` is held for the microseconds
-in which the index changes. A process that dies with it leaves `dirty` set, and the next holder
-mends the records. `Members` locks one byte for each process that has the store open, so the kernel
+Locks are the kernel's, which drops them with the process. `SharedLock` is held while the index
+changes: 0.1 ms for a batch of 32 objects, however many slots there are. A process that dies with it
+leaves `dirty` set, and the next holder mends the records, for which it looks at all slots (2 ms for
+two million). `Members` locks one byte for each process that has the store open, so the kernel
 says whether an owner is alive; process ids mean nothing across containers. Both are locks of open
 file descriptions, which a forked child would keep when its parent is killed, so it closes them.
 """
