@@ -157,7 +157,7 @@ import os, sys, signal, time
 sys.path.insert(0, {support!r})
 from pathlib import Path
 from pool_peers import Peer
-from kvferry.pool.embedded import arena, disk, eviction, store
+from kvferry.pool.embedded import arena, disk, eviction, index, store
 def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)
 target, method = {point!r}
 setattr(eval(target), method, die)
@@ -170,6 +170,8 @@ for n in range(60): peer.get(n)
         ("store", "seal"),  # bytes, no header
         ("arena.Arena", "_shorten"),  # gap chosen, list not changed, lock held
         ("arena.Arena", "find_gaps"),
+        ("index.SharedIndex", "add_gaps"),  # extents given up, no gaps, lock held
+        ("eviction.Tiers", "_fit"),
         ("eviction.Tiers", "_demote"),  # chosen for disk, nothing written
         ("disk.DiskTier", "write"),
         ("disk.DiskTier", "read"),  # promotion begun
