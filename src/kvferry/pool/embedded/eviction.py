@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,25 +206,29 @@ class Tiers:
 
     def _remove_files(self) -> None:
         """Remove files that are to go, and then give up their records."""
-        index, disk = self.index, self.disk
+        disk = self.disk
         while self._going and disk is not None:
             try:
                 rows, generation, names = self._going.popleft()
             except IndexError:  # another thread was quicker
                 break
 
-            def write(rows: Ints = rows, generation: Generations = generation) -> None:
-                mine = rows[self._is_mine(rows, generation)]
-                stays = index.state[mine] == ix.DEMOTING
-                index.state[mine[stays]] = ix.MEMORY
-                index.leave_memory(mine[~stays], ix.GHOST)
-
             try:
                 # An object in memory may be removed, and written again, at any time.
                 each = zip(rows, generation, names, strict=True)
                 disk.remove(name for row, was, name in each if self._is_mine(row, was))
             finally:
-                self._update(write, time.monotonic() + UPDATE_SECONDS)
+                end = partial(self._end_removal, disk, rows, generation, names)
+                self._update(end, time.monotonic() + UPDATE_SECONDS)
+
+    def _end_removal(
+        self, disk: DiskTier, rows: Ints, generation: Generations, names: list[str]
+    ) -> None:
+        index, mine = self.index, self._is_mine(rows, generation)
+        stays = index.state[rows] == ix.DEMOTING
+        index.state[rows[mine & stays]] = ix.MEMORY
+        index.leave_memory(rows[mine & ~stays], ix.GHOST)
+        disk.remove_unrecorded(list(compress(names, ~mine)))  # removed from memory meanwhile
 
     def _is_mine(self, rows: Any, generation: Any) -> Any:
         """Whether this process still works on the objects that these records had."""
@@ -456,7 +461,7 @@ class Tiers:
             else:
                 self._let_go(rows[mine])  # memory still has them
             # objects that were removed meanwhile; not those that came back and went down again
-            disk.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
+            disk.remove_unrecorded(list(compress(names, ~mine)))
 
         try:
             for at, name in enumerate(names):
