@@ -246,6 +246,113 @@ def test_files_on_their_way_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
     one.store.close()
 
 
+def test_room_on_disk_that_another_takes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a process's look at the disk and its turn, another sends objects down."""
+    one, two = Small(tmp_path, disk=350_000), Small(tmp_path, disk=350_000)
+    one.put(*(f"a{i}" for i in range(10)))
+    choose = Tiers._choose_files
+
+    def late(self: Tiers, *args: Any) -> Any:
+        chosen = choose(self, *args)
+        monkeypatch.setattr(Tiers, "_choose_files", choose)
+        two.tiers._evict(two.index.find(*ix.hash_keys(["a7", "a8", "a9"])), soon())
+        return chosen
+
+    monkeypatch.setattr(Tiers, "_choose_files", late)
+    one.tiers._evict(one.index.find(*ix.hash_keys(["a0", "a1", "a2"])), soon())
+    assert one.store.counters()["demoted"] == 3 and one.count(ix.MEMORY) == 7
+    assert one.put(*(f"b{i}" for i in range(8))) == [Outcome.DONE] * 8
+    assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"] <= 350_000
+    two.store.close()
+    one.store.close()
+
+
+# Files that go
+
+
+def test_a_disk_that_stalls_while_a_file_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process waits; the others have the lock, and memory. The key is free when it is over."""
+    one, two = Small(tmp_path, disk=4 << 20), Small(tmp_path, disk=4 << 20)
+    for i in range(15):
+        one.put(f"a{i}")
+    states = one.index.state[one.index.find(*ix.hash_keys(keys := [f"a{i}" for i in range(15)]))]
+    on_disk, in_memory = (keys[list(states).index(state)] for state in (ix.DISK, ix.MEMORY))
+    unlink, go_on, waiting = Path.unlink, threading.Event(), threading.Event()
+
+    def slow(self: Path, *args: Any, **more: Any) -> None:
+        waiting.set()
+        assert go_on.wait(20)
+        unlink(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", slow)
+        first = threading.Thread(target=one.store.remove, args=([on_disk], soon()))
+        first.start()
+        assert waiting.wait(20)
+        assert one.count(ix.REMOVING) == 1 and not two.store.exists([on_disk], soon())[0]
+        assert two.put(on_disk, seconds=1.0) == [Outcome.EXISTS]
+        assert two.store.remove([in_memory], soon(1.0)) == 1
+        assert two.put("b", size=50_000, seconds=1.0) == [Outcome.DONE]
+        go_on.set()
+        first.join()
+    assert one.count(*ix.OWNED) == 0 and two.put(on_disk) == [Outcome.DONE]
+    assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
+    two.store.close()
+    one.store.close()
+
+
+def test_who_removed_a_file_is_gone(tmp_path: Path) -> None:
+    """Its key can be put again at once."""
+    one = Small(tmp_path, disk=4 << 20)
+    for i in range(12):
+        one.put(f"a{i}")
+    (row,) = one.index.find(*ix.hash_keys(["a0"]))
+    assert one.index.state[row] == ix.DISK
+    one.index.owner[row], one.index.state[row] = 999, ix.REMOVING  # a number that no process has
+    assert one.get("a0") is Outcome.MISSING and one.put("a0") == [Outcome.DONE]
+    assert one.get("a0") is Outcome.DONE
+    one.store.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_of_the_same_name_that_came_later_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """One process is to remove the file of an object that stays in memory. Meanwhile another
+    removes the object; it may be put and sent down again."""
+    one, two = Small(tmp_path, disk=4 << 20), Small(tmp_path, disk=4 << 20)
+    for i in range(12):
+        one.put(f"a{i}")
+    assert one.get("a0") is Outcome.DONE
+    (row,) = rows = one.index.find(*ix.hash_keys(["a0"]))
+    assert one.index.state[row] == ix.BOTH
+    remove = DiskTier.remove
+
+    def late(self: DiskTier, names: Any) -> None:
+        monkeypatch.setattr(DiskTier, "remove", remove)
+        assert two.index.state[row] == ix.DEMOTING and two.get("a0") is Outcome.DONE
+        assert two.store.remove(["a0"], soon()) == 1
+        if again:
+            assert two.put("a0") == [Outcome.DONE]
+            two.tiers._evict(rows, soon())
+            assert two.index.state[row] == ix.DISK
+        remove(self, names)
+
+    monkeypatch.setattr(DiskTier, "remove", late)
+    with one.tiers.locked(soon()):
+        one.tiers._let_go(rows)
+    assert DiskTier.remove is remove
+    assert one.index.state[row] == (ix.DISK if again else ix.GHOST)
+    assert one.get("a0") is (Outcome.DONE if again else Outcome.MISSING)
+    assert bytes_on_disk(tmp_path) == one.store.counters()["disk_bytes"]
+    two.store.close()
+    one.store.close()
+
+
 DYING = """
 import os, sys
 sys.path[:0] = [{support!r}, {tests!r}]

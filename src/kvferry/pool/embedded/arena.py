@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory tier: one file in shared memory, mapped by every process, cut into extents.
 
-The records alone say which extents are taken. The gaps between them are a shared list that can be
-rebuilt at any time (`find_gaps`), so no crash can lose memory or hand it out twice. The arena takes
-memory from the system in steps, before it is touched: a full /dev/shm is an error here, and not a
-bus error later. Offsets and lengths come from memory that other processes write, so each is
+The records alone say which extents are taken. The gaps between them are a shared list, to which
+extents are added as they are given up. It is rebuilt from the records (`find_gaps`) when a process
+died with the lock or a record was damaged, so no crash can lose memory or hand it out twice. A
+rebuild looks at all records; nothing else does with the lock. The arena takes memory from the
+system in steps, without the lock and before it is touched: a full /dev/shm is an error here, and
+not a bus error later. Offsets and lengths come from memory that other processes write, so each is
 checked against the length that this process has mapped.
 
 An object in the arena or on disk is an image: a header with its own checksum, then the bytes.
@@ -33,6 +35,7 @@ import logging
 import mmap
 import os
 import struct
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -47,7 +50,7 @@ from numpy.typing import NDArray
 from kvferry.carriers.host import copy_runs, spread
 from kvferry.errors import KvferryError, StoreError
 from kvferry.pool.embedded import index as ix
-from kvferry.pool.embedded.index import MAX_GAPS, POPULATE_WRITE, SharedIndex
+from kvferry.pool.embedded.index import POPULATE_WRITE, SharedIndex
 from kvferry.pool.embedded.policy import Floats
 from kvferry.pool.store import Bools, Ints, Outcome, Slices
 from kvferry.private_files import open_private
@@ -57,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 ALIGN = 4096  # of extents
 GROW_BYTES = 64 << 20
+NO_MEMORY_SECONDS = 1.0  # after the system had no memory, until it is asked again
 NO_MEMORY = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
 CHUNK_BYTES = 256 << 10  # hashed at 10 GB/s from memory; chunks of 64 KiB at 9
 HOT_BYTES = 256 << 10  # copied and checked at a time: stays in a core's cache in between
@@ -77,6 +81,7 @@ class Arena:
     def __init__(self, path: Path, index: SharedIndex) -> None:
         self._index = index
         self.capacity = index.geometry.memory_bytes // ALIGN * ALIGN
+        self._grow_after = 0.0
         self._fd = open_private(path)
         try:
             if index.created:  # no other process has it mapped
@@ -118,7 +123,7 @@ class Arena:
     def take(self, size: int) -> int:
         """Offset of a free extent of `size` bytes (a multiple of `ALIGN`), or -1."""
         index = self._index
-        at = self._gap_for(size)
+        at = self._first_gap(size)
         if at < 0:
             return -1
         offset = int(index.gap_offset[at])
@@ -132,13 +137,8 @@ class Arena:
 
     def room(self, size: int) -> int:
         """Length of the gap from which `take(size)` would take; 0: there is none."""
-        at = self._gap_for(size)
-        return min(int(self._index.gap_bytes[at]), self.capacity) if at >= 0 else 0
-
-    def _gap_for(self, size: int) -> int:
-        """Like `_first_gap`, with more memory from the system if needed."""
         at = self._first_gap(size)
-        return self._first_gap(size) if at < 0 and self._grow(size) else at
+        return min(int(self._index.gap_bytes[at]), self.capacity) if at >= 0 else 0
 
     def _first_gap(self, size: int) -> int:
         """Number of the first gap of at least `size` bytes, or -1."""
@@ -155,23 +155,36 @@ class Arena:
                 gaps[at] = gaps[last]
             index.gaps = last
 
-    def _grow(self, size: int) -> bool:
-        """Back more of the arena: a large step, or only `size` bytes. False: no memory."""
-        index, end = self._index, self.backed()
+    def can_grow(self) -> bool:
+        return self.backed() < self.capacity and time.monotonic() >= self._grow_after
+
+    def lacks(self, size: int) -> bool:
+        """Whether no gap has `size` bytes, and the arena can grow."""
+        return self.can_grow() and self._first_gap(size) < 0
+
+    def grow(self, size: int) -> int:
+        """Back more of the arena: a large step, or only `size` bytes. Returns how many bytes are
+        backed then, for `take_backed`. It needs no lock but that of the process that grows: where
+        memory is short, the system takes back all pages of the step that are not written yet."""
+        end = self.backed()
+        if not self.lacks(size):  # another process was quicker
+            return end
         for step in (max(GROW_BYTES, size), size):
             grown = min(self.capacity, end + step)
-            if grown == end:
-                return False
-            try:
-                os.posix_fallocate(self._fd, end, grown - end)
-            except OSError as error:
-                if error.errno not in NO_MEMORY:
-                    raise StoreError(f"the memory tier cannot grow: {error}") from error
-                continue
-            index.arena_bytes = grown
-            self.find_gaps()  # joins the new memory and the gap in front of it
-            return True
-        return False
+            if self._allocate(end, grown):
+                return grown
+        self._grow_after = time.monotonic() + NO_MEMORY_SECONDS
+        return end
+
+    def _allocate(self, first: int, last: int) -> bool:
+        """Whether the system has memory for these bytes of the file, which it then keeps for it."""
+        try:
+            os.posix_fallocate(self._fd, first, last - first)
+        except OSError as error:
+            if error.errno not in NO_MEMORY:
+                raise StoreError(f"the memory tier cannot grow: {error}") from error
+            return False
+        return True
 
     def back(self, first: int, size: int) -> bool:
         """Back the first `size` bytes with memory, which takes a while, and map those from `first`
@@ -191,31 +204,26 @@ class Arena:
             with contextlib.suppress(KvferryError):  # no thread could be started
                 advise = partial(self._advise, advice=POPULATE_WRITE)
                 wait([self._backers.call(partial(advise, *part)) for part in parts])
-        try:
-            if size > end:  # quick if the pages are there; else it reports the lack of memory
-                os.posix_fallocate(self._fd, end, size - end)
-        except OSError as error:
-            if error.errno not in NO_MEMORY:
-                raise StoreError(f"the memory tier cannot grow: {error}") from error
-            return False
-        return True
+        # quick if the pages are there; else it reports the lack of memory
+        return size <= end or self._allocate(end, size)
 
     def _advise(self, first: int, last: int, advice: int) -> None:
         address, size = ctypes.c_void_p(self.address + first), ctypes.c_size_t(last - first)
         _libc.madvise(address, size, advice)
 
     def take_backed(self, size: int) -> None:
-        """Use the first `size` bytes, which `back` has backed."""
-        if size > self.backed():
-            self._index.arena_bytes = size
-            self.find_gaps()
+        """Use the first `size` bytes, which `back` or `grow` has backed."""
+        index, end = self._index, self.backed()
+        if size > end:
+            index.arena_bytes = size
+            index.add_gaps(np.array([end]), np.array([size - end]))
 
     def backed(self) -> int:
         """Bytes of the arena that are backed by memory."""
         return min(max(self._index.arena_bytes, 0), self.capacity)
 
     def find_gaps(self) -> None:
-        """Rebuild the list of gaps from the records; of too many, keep the longest."""
+        """Rebuild the list of gaps from the records."""
         index = self._index
         rows = index.in_state(*ix.WITH_EXTENT)
         begin, size = index.offset[rows], index.extent[rows]
@@ -229,14 +237,8 @@ class Arena:
         starts = np.concatenate((np.zeros(1, dtype=np.int64), end))
         stops = np.concatenate((begin, np.array([self.backed()], dtype=np.int64)))
         room = stops - starts
-        some = np.flatnonzero(room > 0)
-        if len(some) > MAX_GAPS:
-            some = some[np.argsort(room[some])[-MAX_GAPS:]]
-        index.gaps = 0
-        index.gap_offset[: len(some)] = starts[some]
-        index.gap_bytes[: len(some)] = room[some]
-        index.gaps = len(some)
-        index.gaps_stale = False
+        some = room > 0
+        index.set_gaps(starts[some], room[some], stale=False)
 
     def _drop_damaged(self, rows: Ints) -> None:
         """Records whose extents are outside of the arena; their files, if any, may be whole."""
