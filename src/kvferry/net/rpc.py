@@ -416,7 +416,10 @@ class Line:
 
     def send(self, frame: bytes, deadline: float) -> None:
         """Send a call, or queue it until the line connects. `deadline` is the call's."""
-        self.socket.send(frame, zmq.NOBLOCK)
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:  # its queue is full, or the peer broke the handshake already
+            raise self.hear() or PeerLost(f"too many calls to {self.address} wait") from None
         if self.others and not self.connected:
             now = time.monotonic()
             share = min(CONNECT_SECONDS, (deadline - now) / (len(self.others) + 1))
