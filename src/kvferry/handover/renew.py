@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode engine's scheduler keeps holds open while its requests queue.
+"""A decode engine's scheduler keeps holds open while its requests queue and load.
 
-Between `watch` and `drop`, the renewer's thread sends a `Renew` to every rank of the producer now
-and then. Long engine steps do not delay this thread. A request that is loaded right away needs no
-`Renew`, because its claim renews the lease. The renewer asks the producer's directory for its ranks
-once per incarnation.
+Between `watch` and `drop`, the renewer's thread sends a `Renew` to every rank of the producer: the
+first after 1/32 of the lease, then every quarter of it. Long engine steps do not delay this thread.
+A claim renews the lease too. The renewer asks the producer's directory for its ranks once per
+incarnation.
 
     watched --renewed at all ranks--> watched
     watched --closed at all ranks---> forgotten

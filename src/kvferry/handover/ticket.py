@@ -6,7 +6,8 @@ same request. Keys that vLLM's own connectors use keep their names (`do_remote_p
 `remote_engine_id`, `remote_host`, `remote_port`, `remote_request_id`, `tp_size`), so that existing
 proxies work unchanged. A ticket names no blocks: block ids in a message are never trusted.
 
-A ticket is void once its engine's incarnation has changed. An incarnation names one life of an
+A ticket is void once its hold has closed; until then, more than one engine may read with it. It is
+also void once its engine's incarnation has changed. An incarnation names one life of an
 engine: every start has a new one. Several connectors in one engine (children of vLLM's
 MultiConnector) append their number and live side by side. A reset of the caches appends a random
 word.
