@@ -72,6 +72,8 @@ class ServerLimits:
     frame_seconds: float = 10.0
     stall_seconds: float = 30.0  # without any progress; see frames.py for slow progress
     idle_seconds: float = 900.0  # between two requests
+    # at `max_connections`, one that has been idle for longer makes way for a new one
+    spare_idle_seconds: float = 5.0
     goodbye_seconds: float = 1.0  # for a refused peer to read why
 
 
@@ -85,6 +87,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._pending: dict[TcpStream, str] = {}  # with the client's address, the oldest first
         self._serving: set[TcpStream] = set()  # those that have authenticated
+        self._idle: dict[TcpStream, float] = {}  # between requests, since when; the longest first
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._listener: socket.socket | None = None
@@ -133,7 +136,8 @@ class TcpServer:
         )
         with self._lock:  # the start too: `close` joins every thread in `_threads`
             connections = len(self._pending) + len(self._serving)
-            if self._closed or connections >= self._limits.max_connections:
+            full = connections >= self._limits.max_connections
+            if self._closed or (full and not self._end_idle()):
                 return False
             self._make_way()
             try:
@@ -142,6 +146,18 @@ class TcpServer:
                 return False
             self._pending[stream] = address
             self._threads.add(thread)
+        return True
+
+    def _end_idle(self) -> bool:
+        """With the lock held: end the connection that has been idle longest. Its reader opens
+        another one when it needs it. False if all were used a moment ago."""
+        stream, since = next(iter(self._idle.items()), (None, 0.0))
+        if stream is None or time.monotonic() - since < self._limits.spare_idle_seconds:
+            return False
+        del self._idle[stream]
+        self._serving.discard(stream)
+        stream.abort()  # its thread closes it
+        self.counters["evicted"] += 1
         return True
 
     def _make_way(self) -> None:
@@ -218,7 +234,7 @@ class TcpServer:
 
     def _converse(self, stream: TcpStream) -> None:
         last = 0  # number of the newest request
-        while stream.wait_readable(self._limits.idle_seconds):
+        while self._next_request(stream):
             # a reader sends the rest of a request that it sent ahead when it has the last answer
             seconds = self._limits.frame_seconds + stream.unconfirmed_seconds()
             deadline = time.monotonic() + seconds
@@ -235,6 +251,16 @@ class TcpServer:
             except FrameRefused as refused:
                 self._refuse(stream, header.request, refused)
         self._count("idle")
+
+    def _next_request(self, stream: TcpStream) -> bool:
+        """Wait for a request; False if none comes for too long."""
+        with self._lock:
+            self._idle[stream] = time.monotonic()
+        try:
+            return stream.wait_readable(self._limits.idle_seconds)
+        finally:
+            with self._lock:
+                self._idle.pop(stream, None)
 
     def _fulfil(self, stream: TcpStream, header: FrameHeader, body: bytes) -> None:
         """Check all of a request, then move its bytes."""
