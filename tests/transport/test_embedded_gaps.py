@@ -6,6 +6,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,11 +18,11 @@ from threading import Thread
 import numpy as np
 import pytest
 
+import pool_peers
 from kvferry.pool.embedded import arena
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.embedded.index import SharedIndex
-from kvferry.pool.store import Ints, Outcome
+from kvferry.pool.store import Outcome
 from pool_peers import MEMORY, Peer
 
 PAGE = arena.ALIGN
@@ -51,28 +54,21 @@ def found(peer: Peer) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_a_full_store_is_not_searched_with_the_lock(
+def test_a_full_store_is_not_searched_for_gaps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: bool
 ) -> None:
     """However objects come and go, in two processes, the list is the one that the records give."""
     one, two = Peer(tmp_path, disk), Peer(tmp_path, disk)
     rng = random.Random(7)
-    in_state = SharedIndex.in_state
-
-    def without_the_lock(self: SharedIndex, *states: int) -> Ints:
-        assert not any(each.tiers.lock._threads.locked() for each in (one, two))
-        return in_state(self, *states)
-
     with monkeypatch.context() as patch:
-        patch.setattr(SharedIndex, "in_state", without_the_lock)
+        patch.setattr(Arena, "find_gaps", lambda _: pytest.fail("looked at all records"))
         for number in range(300):
             assert rng.choice((one, two)).put(number) is Outcome.DONE
             if number % 10 == 9:
                 old = [f"object/{rng.randrange(number)}" for _ in range(3)]
                 rng.choice((one, two)).store.remove(old, soon())
                 two.get(rng.randrange(number))  # may come up from disk
-    counters = one.store.counters()
-    assert counters["evicted"] > 100 and counters["dropped"] > 50
+    assert one.store.counters()["evicted"] > 100
     kept = gaps_of(one)
     assert kept == found(two) and sum(size for _, size in kept) < MEMORY // 2
     two.close()
@@ -202,3 +198,67 @@ def test_the_system_has_no_more_memory(peer: Peer, monkeypatch: pytest.MonkeyPat
     peer.tiers.arena._grow_after = 0.0
     assert {peer.put(number) for number in range(60, 100)} == {Outcome.DONE}
     assert peer.tiers.arena.backed() == MEMORY
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {support!r})
+from pathlib import Path
+from kvferry.pool.embedded import index as ix
+from pool_peers import Peer
+
+class Deadly:
+    def __init__(self, array): self.array = array
+    def __getitem__(self, at): return self.array[at]
+    def __setitem__(self, at, value): os.kill(os.getpid(), signal.SIGKILL)
+
+made = ix.SharedIndex.__init__
+def make(self, *given, **more):
+    made(self, *given, **more)
+    self.gap_bytes = Deadly(self.gap_bytes)
+ix.SharedIndex.__init__ = make
+Peer(Path({place!r}), disk=False)
+"""
+
+
+def test_a_process_is_killed_between_two_writes_to_the_gaps(tmp_path: Path) -> None:
+    """It opens the store, and has written the gaps' offsets, but not their lengths."""
+    one = Peer(tmp_path, disk=False)
+    by_size = sorted(range(40), key=lambda number: len(pool_peers.content(number)))
+    short, long, *rest = by_size[0], by_size[-1], *by_size[1:-1]
+    order = [rest[0], rest[1], short, rest[2], long, *rest[3:8]]
+    for number in order:
+        assert one.put(number) is Outcome.DONE
+    for gone in (rest[0], short, long):
+        one.store.remove([f"object/{gone}"], soon())
+    assert one.put(rest[0]) is Outcome.DONE  # the last gap takes the place of the first one
+    index = one.tiers.index
+    assert index.gap_offset[0] > index.gap_offset[1] and index.gap_bytes[0] > index.gap_bytes[1]
+    support = str(Path(pool_peers.__file__).parent)
+    program = KILLED.format(support=support, place=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert {one.put(number) for number in (long, short)} == {Outcome.DONE}
+    assert {one.get(number) for number in order} == {Outcome.DONE}
+    assert one.store.verify(soon()).corrupt == 0 and gaps_of(one) == found(one)
+    one.close()
+
+
+def test_where_memory_is_short_the_store_takes_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that is too large for what is left gets room for some of its objects."""
+    data, count = pool_peers.content(3), 8
+    allocate, most = os.posix_fallocate, count // 2 * (len(data) + PAGE) // PAGE * PAGE
+
+    def short(fd: int, first: int, size: int) -> None:
+        if first + size > most:
+            raise OSError(errno.ENOSPC, "no memory")
+        allocate(fd, first, size)
+
+    one = Peer(tmp_path, disk=False)
+    monkeypatch.setattr(os, "posix_fallocate", short)
+    ranges = pool_peers.in_pieces(one.base, len(data), 1)
+    outcomes = one.store.put([f"k{n}" for n in range(count)], [ranges] * count, soon())
+    assert outcomes.count(Outcome.DONE) >= 2 and outcomes.count(Outcome.FULL) >= 1
+    one.close()

@@ -52,8 +52,8 @@ def invariants(store: EmbeddedStore) -> None:
     """What must hold in a store at rest: extents apart, nothing half-done, bounds kept."""
     tiers = tiers_of(store)
     index, arena = tiers.index, tiers.arena
-    for mended in (False, True):
-        with tiers.locked(soon()):
+    with tiers.locked(soon()):
+        for mended in (False, True):
             if mended:
                 tiers.mend()
             rows, gaps = index.in_state(*ix.WITH_EXTENT), index.gaps
@@ -64,8 +64,8 @@ def invariants(store: EmbeddedStore) -> None:
             assert (begin[1:] >= (begin + size)[:-1]).all(), f"memory has two owners ({mended})"
             lost = index.arena_bytes - int(size.sum())
             assert lost == 0 or (index.gaps_stale and not mended), f"memory was lost ({mended})"
-            assert index.arena_bytes <= arena.capacity
-    assert len(index.in_state(*ix.OWNED)) == 0
+        assert index.arena_bytes <= arena.capacity
+        assert len(index.in_state(*ix.OWNED)) == 0
     counters = store.counters()
     assert counters["disk_bytes"] <= DISK
 
@@ -157,7 +157,7 @@ import os, sys, signal, time
 sys.path.insert(0, {support!r})
 from pathlib import Path
 from pool_peers import Peer
-from kvferry.pool.embedded import arena, disk, eviction, index, store
+from kvferry.pool.embedded import arena, disk, eviction, store
 def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)
 target, method = {point!r}
 setattr(eval(target), method, die)
@@ -170,8 +170,6 @@ for n in range(60): peer.get(n)
         ("store", "seal"),  # bytes, no header
         ("arena.Arena", "_shorten"),  # gap chosen, list not changed, lock held
         ("arena.Arena", "find_gaps"),
-        ("index.SharedIndex", "add_gaps"),  # extents given up, no gaps, lock held
-        ("eviction.Tiers", "_fit"),
         ("eviction.Tiers", "_demote"),  # chosen for disk, nothing written
         ("disk.DiskTier", "write"),
         ("disk.DiskTier", "read"),  # promotion begun

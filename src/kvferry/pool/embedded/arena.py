@@ -162,14 +162,18 @@ class Arena:
         """Whether no gap has `size` bytes, and the arena can grow."""
         return self.can_grow() and self._first_gap(size) < 0
 
-    def grow(self, size: int) -> int:
+    def grow(self, size: int, least: int) -> int:
         """Back more of the arena: a large step, or only `size` bytes. Returns how many bytes are
         backed then, for `take_backed`. It needs no lock but that of the process that grows: where
         memory is short, the system takes back all pages of the step that are not written yet."""
         end = self.backed()
         if not self.lacks(size):  # another process was quicker
             return end
-        for step in (max(GROW_BYTES, size), size):
+        steps = [max(GROW_BYTES, size)]
+        while size >= max(least, ALIGN):  # where memory is short, what there is
+            steps.append(size)
+            size = size // 2 // ALIGN * ALIGN
+        for step in steps:
             grown = min(self.capacity, end + step)
             if self._allocate(end, grown):
                 return grown

@@ -34,7 +34,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -74,8 +74,7 @@ GOING_SECONDS = 2.0  # a process that ends lets go of its locks one after the ot
 
 
 class DiskTier:
-    """The files of one directory. `remove_unrecorded` needs the store's lock, or another process
-    could write such a file, and record it, right before it is removed."""
+    """The files of one directory. `used` and `remove_unrecorded` need the store's lock."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class DiskTier:
             os.close(fd)
         return into
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         for name in names:
             with contextlib.suppress(OSError):
                 self.path(name).unlink()
@@ -314,7 +313,6 @@ class DiskTier:
             index.length[taken] = np.array([i.length for _, i in whole], dtype=np.int64)[fits]
             index.image_bytes[taken] = size[fits]
             index.state[taken] = ix.DISK
-            index.sent_bytes += int(size[fits].sum())
             self.remove_unrecorded(kept)
         return True
 

@@ -8,11 +8,8 @@ written there first, without the lock: they stay readable until the file is in p
 also chosen without the lock, and checked again with it.
 
 A process can die at any point. The lock goes with it; `dirty` says that the process held it; states
-with an owner say what it was doing. `mend` undoes the work of dead owners, and finds the gaps
-again, from the records. Files without a record go when a process next opens the store.
-
-A disk may stall, so files are removed without the lock. Until a file is gone, this process owns its
-record (REMOVING; DEMOTING if the object stays in memory), so no other writes a file of that name.
+with an owner say what it was doing. `mend` undoes the work of dead owners, removes their files, and
+finds the gaps again, from the records.
 
 A living process may have to update the records (give extents back, remove a damaged object) while a
 stopped process holds the lock. So the update is queued, and the next thread of this process that
@@ -29,9 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +48,6 @@ from kvferry.pool.embedded.policy import ConversationPolicy, Floats
 from kvferry.pool.store import Ints
 from kvferry.private_files import private_directory
 
-Generations = NDArray[np.uint32]
 _log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 60.0
@@ -100,7 +95,6 @@ class Tiers:
         self.clock, self.calls = clock, calls
         self._reap_at = 0.0
         self._updates: deque[Callable[[], None]] = deque()  # of the records, still to be written
-        self._going: deque[_Going] = deque()  # files to remove
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
@@ -109,7 +103,6 @@ class Tiers:
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
                 self._open(directory, wanted, disk, undo)
             self._opened = undo.pop_all()
-        self._remove_files()
         if self.disk is not None:
             self.disk.begin()
             if self.index.created:  # all files of a small tier get their records here
@@ -145,9 +138,9 @@ class Tiers:
                 link.symlink_to(disk.absolute())
             index.publish()
         else:
+            was, index.dirty = index.dirty, True
             self._undo({self.members.me})  # of a dead process that had this number
-            if self.disk is not None:
-                self.disk.clean({self.members.me}.__contains__)
+            index.dirty = was  # another process may have died with the lock before
 
     def close(self) -> None:
         """After the last call."""
@@ -160,7 +153,7 @@ class Tiers:
     @contextlib.contextmanager
     def locked(self, deadline: float, seconds: float = math.inf) -> Iterator[None]:
         """Hold the lock; wait for it until the deadline, and at most `seconds`. If its last holder
-        died, the records are mended first. Afterwards, files are removed that are to go."""
+        died, the records are mended first."""
         with self.lock.held(min(deadline, time.monotonic() + seconds)):
             if self.index.dirty:
                 self.mend()
@@ -169,7 +162,6 @@ class Tiers:
                 self._updates.popleft()()
             yield  # an exception leaves `dirty` set, and the next holder mends the records
             self.index.dirty = False
-        self._remove_files()
 
     def mend(self) -> None:
         self.index.count("mended")
@@ -187,55 +179,18 @@ class Tiers:
         rows = rows[np.isin(index.owner[rows], list(gone))]
         states = index.state[rows].copy()
         if self.disk is not None:
-            self._let_go(rows[states == ix.DEMOTING])  # memory still has them
+            self._undo_demotions(self.disk, rows[states == ix.DEMOTING])
+            self.disk.clean(gone.__contains__)
         index.leave_memory(rows[states == ix.PROMOTING], ix.DISK)
-        index.leave_memory(rows[np.isin(states, (ix.WRITING, ix.REMOVING))], ix.GHOST)
-        index.leave_memory(np.flatnonzero(index.state > ix.REMOVING), ix.GHOST)  # damaged
+        index.leave_memory(rows[states == ix.WRITING], ix.GHOST)
+        index.leave_memory(np.flatnonzero(index.state > ix.PROMOTING), ix.GHOST)  # damaged
         self.arena.find_gaps()
 
-    def _let_go(self, rows: Ints) -> None:
-        """Own these records, and remove their files once the lock is free. Objects in memory stay
-        there."""
-        index = self.index
-        if len(rows) == 0:
-            return
-        stay = np.isin(index.state[rows], (ix.BOTH, ix.DEMOTING))
-        index.owner[rows] = self.members.me
-        index.state[rows] = np.where(stay, ix.DEMOTING, ix.REMOVING)
-        self._going.append(_Going(rows, index.generation[rows].copy(), index.names(rows)))
-
-    def _remove_files(self) -> None:
-        """Remove files that are to go, and then give up their records."""
-        disk = self.disk
-        while self._going and disk is not None:
-            try:
-                rows, generation, names = self._going.popleft()
-            except IndexError:  # another thread was quicker
-                break
-
-            try:
-                # An object in memory may be removed, and written again, at any time.
-                each = zip(rows, generation, names, strict=True)
-                disk.remove(name for row, was, name in each if self._is_mine(row, was))
-            finally:
-                end = partial(self._end_removal, disk, rows, generation, names)
-                self._update(end, time.monotonic() + UPDATE_SECONDS)
-
-    def _end_removal(
-        self, disk: DiskTier, rows: Ints, generation: Generations, names: list[str]
-    ) -> None:
-        index, mine = self.index, self._is_mine(rows, generation)
-        stays = index.state[rows] == ix.DEMOTING
-        index.state[rows[mine & stays]] = ix.MEMORY
-        index.leave_memory(rows[mine & ~stays], ix.GHOST)
-        disk.remove_unrecorded(list(compress(names, ~mine)))  # removed from memory meanwhile
-
-    def _is_mine(self, rows: Any, generation: Any) -> Any:
-        """Whether this process still works on the objects that these records had."""
-        index = self.index
-        state, mine = index.state[rows], index.owner[rows] == self.members.me
-        works = (state == ix.DEMOTING) | (state == ix.REMOVING)
-        return works & mine & (index.generation[rows] == generation)
+    def _undo_demotions(self, disk: DiskTier, rows: Ints) -> None:
+        """Back to memory, which still has the objects."""
+        # the files first: if this process dies between, the rows are undone again
+        disk.remove(self.index.names(rows))
+        self.index.state[rows] = ix.MEMORY
 
     def _reap(self, deadline: float, seconds: float, *, now: bool = False) -> bool:
         """Free the extents of processes that died outside of the lock. Returns whether any died."""
@@ -281,7 +236,7 @@ class Tiers:
                     if self.arena.lacks(size):
                         until = min(deadline, time.monotonic() + lock_seconds)
                         growing.enter_context(self._growing.held(until))
-                        backed = self.arena.grow(size)
+                        backed = self.arena.grow(size, min(wish.size for wish in pending))
                     with self.locked(deadline, lock_seconds):
                         self.arena.take_backed(backed)
                         growing.close()
@@ -396,51 +351,39 @@ class Tiers:
 
     def _evict(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
         """Evict these from memory, to disk if there is a disk tier."""
-        index, disk, down = self.index, self.disk, ix.NO_ROWS
-        sent = index.sent_bytes
-        losers, used = self._choose_files(disk, rows) if disk is not None else (ix.NO_ROWS, 0)
-        try:
-            with self.locked(deadline, lock_seconds):
-                rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
-                index.leave_memory(both := rows[index.state[rows] == ix.BOTH], ix.DISK)
-                lost = rows[index.state[rows] == ix.MEMORY]
-                if disk is not None:
-                    used += max(0, index.sent_bytes - sent)  # by others since then, at most
-                    lost, down = self._fit(lost, losers, index.geometry.disk_bytes - used)
-                index.leave_memory(lost, ix.GHOST)
-                index.count("evicted", len(both) + len(lost) + len(down))
-                index.count("dropped", len(lost))
-        finally:
-            if disk is not None and len(down):
-                self._demote(disk, down, deadline)
+        index, disk = self.index, self.disk
+        with self.locked(deadline, lock_seconds):
+            rows = rows[np.isin(index.state[rows], (ix.MEMORY, ix.BOTH))]
+            index.count("evicted", len(rows))
+            index.leave_memory(rows[index.state[rows] == ix.BOTH], ix.DISK)
+            lost = down = rows[index.state[rows] == ix.MEMORY]
+            if disk is not None:
+                down = self._fit(disk, down)
+                index.owner[down] = self.members.me
+                index.state[down] = ix.DEMOTING
+                lost = lost[~np.isin(lost, down)]
+            index.leave_memory(lost, ix.GHOST)
+            index.count("dropped", len(lost))
+        if disk is not None and len(down):
+            self._demote(disk, down, deadline)
 
-    def _choose_files(self, disk: DiskTier, coming: Ints) -> tuple[Ints, int]:
-        """The objects to lose, of `coming` and of those on disk, so that the disk has room for the
-        others; and how many bytes of it are used. Needs no lock."""
+    def _fit(self, disk: DiskTier, coming: Ints) -> Ints:
+        """Remove the least valuable files to make room. Returns the part of `coming` that fits."""
         index = self.index
-        coming = coming[index.state[coming] == ix.MEMORY]
-        used = disk.used()
-        over = used + int(index.image_bytes[coming].sum()) - index.geometry.disk_bytes
+        over = disk.used() + int(index.image_bytes[coming].sum()) - index.geometry.disk_bytes
         if over <= 0:
-            return ix.NO_ROWS, used
-        rows = np.concatenate((coming, index.in_state(ix.DISK, ix.BOTH)))
-        return self._least_valuable(rows, over), used
-
-    def _fit(self, coming: Ints, losers: Ints, room: int) -> tuple[Ints, Ints]:
-        """Let the losers' files go. Returns which of `coming` are lost, and which go to disk; those
-        for which others have left no room meanwhile stay in memory."""
-        index = self.index
-        lost = np.isin(coming, losers)
-        gone = losers[np.isin(index.state[losers], (ix.DISK, ix.BOTH))]
-        index.count("dropped", int((index.state[gone] == ix.DISK).sum()))
-        room += int(index.image_bytes[gone].sum())
-        self._let_go(gone)
-        down = coming[~lost]
-        down = down[np.cumsum(index.image_bytes[down]) <= room]
-        index.owner[down] = self.members.me
-        index.state[down] = ix.DEMOTING
-        index.sent_bytes += int(index.image_bytes[down].sum())
-        return coming[lost], down
+            return coming
+        files = index.in_state(ix.DISK, ix.BOTH)
+        rows = np.concatenate((coming, files))
+        losers = self._least_valuable(rows, over)
+        gone = losers[np.isin(losers, files)]
+        names = index.names(gone)
+        both = index.state[gone] == ix.BOTH
+        index.state[gone[both]] = ix.MEMORY
+        index.leave_memory(gone[~both], ix.GHOST)
+        index.count("dropped", int((~both).sum()))
+        disk.remove(names)
+        return np.asarray(coming[~np.isin(coming, losers)])
 
     def _demote(self, disk: DiskTier, rows: Ints, deadline: float) -> None:
         """Write these to disk, without the lock, and then give their extents up."""
@@ -450,8 +393,13 @@ class Tiers:
         ok = np.zeros(len(rows), dtype=bool)
         ended = False
 
+        def is_mine(at: int | slice) -> Any:
+            row = rows[at]
+            mine = (index.state[row] == ix.DEMOTING) & (index.owner[row] == self.members.me)
+            return mine & (index.generation[row] == generation[at])
+
         def write() -> None:
-            mine = self._is_mine(rows, generation)
+            mine = is_mine(slice(None))
             if ended:
                 index.leave_memory(rows[mine & ok], ix.DISK)
                 index.leave_memory(rows[mine & ~ok], ix.GHOST)
@@ -459,9 +407,9 @@ class Tiers:
                 index.count("disk_full", int((mine & ~ok).sum()))
                 index.count("dropped", int((mine & ~ok).sum()))
             else:
-                self._let_go(rows[mine])  # memory still has them
+                self._undo_demotions(disk, rows[mine])
             # objects that were removed meanwhile; not those that came back and went down again
-            disk.remove_unrecorded(list(compress(names, ~mine)))
+            disk.remove_unrecorded([names[at] for at in np.flatnonzero(~mine).tolist()])
 
         try:
             for at, name in enumerate(names):
@@ -469,9 +417,8 @@ class Tiers:
                 image = self.arena.view(int(index.offset[row]), int(index.image_bytes[row]))
                 # past the deadline the rest is dropped: memory must not stay half-freed
                 in_time = time.monotonic() <= deadline
-                still = partial(self._is_mine, rows[at], generation[at])
                 whole = len(image) > 0  # a record whose extent is outside of the arena is dropped
-                ok[at] = whole and in_time and disk.write(name, image, still)
+                ok[at] = whole and in_time and disk.write(name, image, partial(is_mine, at))
             ended = True
         finally:
             self._update(write, time.monotonic() + UPDATE_SECONDS)
@@ -492,10 +439,7 @@ class Tiers:
             victims = np.unique(slots[every, worst][may_go[every, worst]])
             if len(victims) == 0:
                 break
-            names = index.names(victims[np.isin(index.state[victims], (ix.DISK, ix.BOTH))])
-            index.leave_memory(victims, ix.GHOST)
-            if self.disk is not None:  # with the lock, because other keys get their records now
-                self.disk.remove(names)
+            self._drop(victims)
             index.count("evicted", len(victims))
             index.count("dropped", len(victims))
             rows[left] = index.claim(low[left], high[left], now, taken)
@@ -554,24 +498,21 @@ class Tiers:
         count = int(np.searchsorted(np.cumsum(sizes[order]), goal)) + 1
         return np.asarray(rows[order[:count]])
 
-    def _drop_same(self, rows: Ints, generation: Generations) -> int:
+    def _drop_same(self, rows: Ints, generation: NDArray[np.uint32]) -> int:
         """Remove objects that are still of this generation. Returns how many were."""
         index = self.index
         same = index.readable(rows) & (index.generation[rows] == generation)
         same &= index.state[rows] != ix.PROMOTING  # the owner still writes to the extent
-        on_disk = same & np.isin(index.state[rows], (ix.DISK, ix.BOTH)) & (self.disk is not None)
-        index.leave_memory(rows[on_disk], ix.DISK)
-        self._let_go(rows[on_disk])
-        index.leave_memory(rows[same & ~on_disk], ix.GHOST)  # of DEMOTING, the owner removes files
+        self._drop(rows[same])
         return int(same.sum())
 
-
-class _Going(NamedTuple):
-    """Files that are to be removed, and the records that keep their names meanwhile."""
-
-    rows: Ints
-    generation: Generations
-    names: list[str]
+    def _drop(self, rows: Ints) -> None:
+        index = self.index
+        states = index.state[rows]
+        names = index.names(rows[np.isin(states, (ix.DISK, ix.BOTH))])
+        index.leave_memory(rows, ix.GHOST)
+        if self.disk is not None:  # the writers of those that are DEMOTING remove their files
+            self.disk.remove(names)
 
 
 def _lowest(scores: Floats, sizes: Ints, goal: int) -> Ints:

@@ -587,9 +587,8 @@ class EmbeddedStore:
             rows = index.find(low, high)
             new = np.array(good, dtype=bool) & once & (rows < 0)
             rows[new] = tiers.claim(low[new], high[new], rows[rows >= 0])
-            busy = (rows >= 0) & np.isin(index.state[rows], (ix.WRITING, ix.REMOVING))
-            if tiers.dead_owners(rows[busy]):
-                tiers.mend()  # records of a dead process are ghosts again
+            if tiers.dead_owners(rows[(rows >= 0) & (index.state[rows] == ix.WRITING)]):
+                tiers.mend()  # records that a dead process was writing are ghosts again
             states = np.where(rows >= 0, index.state[rows], ix.FREE).tolist()
         wishes: dict[int, Wish] = {}
         facts = zip(rows.tolist(), low, high, states, once.tolist(), strict=True)
