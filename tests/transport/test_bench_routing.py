@@ -21,7 +21,9 @@ def test_the_engines_own_time_is_told_from_the_routers() -> None:
     for each in results.values():
         assert each.requests == 10
         assert each.added_p50_ms == pytest.approx(each.p50_ms - alone.p50_ms)
-        assert each.router_ms > 0.0 and 30.0 <= each.p50_ms <= each.p99_ms
+        # The system counts processor time in ticks of 10 ms.
+        assert each.router_ms >= 0.0 and 30.0 <= each.p50_ms <= each.p99_ms
+    assert sum(each.router_ms for each in results.values()) > 0.0
 
 
 def test_ratios_are_those_of_the_policies(tmp_path: Path) -> None:
