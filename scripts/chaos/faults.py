@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from chaos.round import Round
 from chaos.world import LEASE_SECONDS, SHORT_SECONDS
+from waiting import wait_until
 
 
 def kill_producer(r: Round) -> None:
@@ -62,7 +63,9 @@ def stop_consumer_past_the_lease(r: Round) -> None:
     r.a_moment()
     d = r.world.consumers[r.hit.target]
     d.signal(signal.SIGSTOP)
-    time.sleep(LEASE_SECONDS + 0.3)
+    time.sleep(LEASE_SECONDS)
+    for p in r.world.producers:  # blocks are reused when no rank holds them any more, not earlier
+        wait_until(lambda: p.ask("open_holds") == 0)  # noqa: B023
     for flight in r.flights:
         if flight.target == r.hit.target:  # reuse
             reused = replace(flight.prompt, number=flight.prompt.number + 50_000_000)
