@@ -4,10 +4,10 @@
 The records alone say which extents are taken. The gaps between them are a shared list, to which
 extents are added as they are given up. It is rebuilt from the records (`find_gaps`) when a process
 died with the lock or a record was damaged, so no crash can lose memory or hand it out twice. A
-rebuild looks at all records; nothing else does with the lock. The arena takes memory from the
-system in steps, without the lock and before it is touched: a full /dev/shm is an error here, and
-not a bus error later. Offsets and lengths come from memory that other processes write, so each is
-checked against the length that this process has mapped.
+rebuild looks at all records. The arena takes memory from the system in steps, without the lock and
+before it is touched: a full /dev/shm is an error here, and not a bus error later. Offsets and
+lengths come from memory that other processes write, so each is checked against the length that this
+process has mapped.
 
 An object in the arena or on disk is an image: a header with its own checksum, then the bytes.
 
@@ -164,8 +164,7 @@ class Arena:
 
     def grow(self, size: int, least: int) -> int:
         """Back more of the arena: a large step, or only `size` bytes. Returns how many bytes are
-        backed then, for `take_backed`. It needs no lock but that of the process that grows: where
-        memory is short, the system takes back all pages of the step that are not written yet."""
+        backed then, for `take_backed`. One process at a time calls it, with a lock of its own."""
         end = self.backed()
         if not self.lacks(size):  # another process was quicker
             return end
