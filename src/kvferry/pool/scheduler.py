@@ -187,14 +187,17 @@ class PoolScheduler:
         enough = self._reader.most_tokens(len(tokens)) >= self.align_tokens
         return self.limits.lookup and idle and enough
 
+    def begins(self, tracker: RequestTracker, computed: int) -> None:
+        """The request has no blocks, or none any more, and `computed` tokens in the engine's own
+        cache. It loads or computes everything else from here on."""
+        tracker.load, tracker.declined, tracker.final = None, "", 0
+        tracker.old = self._keeps_old and (tracker.old or computed > 0)
+
     def matched(
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
     ) -> int | None:
         """Tokens beyond the computed ones to load from the pool; None: ask again."""
-        tracker.load, tracker.declined = None, ""
-        tracker.final = 0  # it has no blocks, or none any more
-        # The request computes everything from here on, except for its local hit.
-        tracker.old = self._keeps_old and (tracker.old or computed > 0)
+        self.begins(tracker, computed)
         if self._lookups is None or not self._may_hit(tracker, tokens):
             return 0
         answer = self._lookups.lookup(request_id, tracker.chain, tokens, full=computed > 0)
