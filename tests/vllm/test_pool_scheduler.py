@@ -340,6 +340,21 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+def test_tokens_that_no_vocabulary_has(make: Make) -> None:
+    """Without a tokenizer, vLLM lets them through, and ranks that share a vocabulary out compute
+    them. They have no key: the engine goes on, and others' prompts are saved."""
+    engine = make(tp=2)
+    engine.add("bad", [*prompt(1, 50), -7, *prompt(2, 49)])
+    engine.add("good", prompt(3, 100))
+    engine.run()
+    ended(engine)
+    assert engine.computed["bad"] == engine.computed["good"] == 103
+    second = make()
+    second.add("good", prompt(3, 100))
+    second.run()
+    assert second.computed["good"] == 103 - 96
+
+
 @pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("fail", [False, True])
 def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:

@@ -32,6 +32,7 @@ from itertools import compress, count
 from math import lcm
 from typing import Any, Literal
 
+from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
 from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
@@ -313,7 +314,12 @@ class PoolScheduler:
         if last < stop:
             self.counters.add("save_postponed")
             stop = last
-        chain.cover(tokens, min(len(tokens), final + ahead))
+        try:
+            chain.cover(tokens, min(len(tokens), final + ahead))
+        except DescriptionError as error:  # an engine without a tokenizer takes any number
+            log.warning("a request is not saved to the pool: %s", error)
+            tracker.old = True
+            return
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
             blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
@@ -476,7 +482,7 @@ class RequestTracker:
     declined: str = ""  # why a hit was not promised
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: the request never matches again
-    old: bool = False  # it holds blocks of replaced weights, and saves nothing
+    old: bool = False  # it holds blocks of replaced weights, or has no keys, and saves nothing
 
 
 @dataclass(slots=True)
