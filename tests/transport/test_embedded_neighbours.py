@@ -269,3 +269,26 @@ def test_others_get_the_lock_while_many_objects_are_removed(
     assert one.store.counters()["objects"] == 0
     two.close()
     one.close()
+
+
+def test_clear_removes_what_a_dead_process_was_bringing_up(tmp_path: Path) -> None:
+    """A process was killed while it read an object from disk: the object does not come back."""
+    peer = filled(tmp_path)
+    number = on_disk(peer)[0]
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+from kvferry.pool.embedded.disk import DiskTier
+from pool_peers import Peer
+peer = Peer(Path({str(tmp_path)!r}))
+DiskTier.read = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+peer.get({number})
+"""
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert len(peer.tiers.index.in_state(ix.PROMOTING)) == 1
+    peer.store.clear(soon())
+    assert peer.store.counters()["objects"] == 0
+    assert peer.get(number) is Outcome.MISSING
+    peer.close()

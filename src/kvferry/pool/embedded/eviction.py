@@ -502,6 +502,7 @@ class Tiers:
         if self.disk is not None:
             with self.locked(deadline):
                 index.files_due = 0  # no more files get records
+        self._reap(deadline, math.inf, now=True)  # objects that a dead process works on would stay
         count = self.give_up(index.in_state(*ix.READABLE), deadline)
         if self.disk is not None:
             self.disk.sweep_now(deadline)
