@@ -79,6 +79,7 @@ class PoolScheduler:
         self._save_rate = SaveRate()
         self._loads: dict[str, LoadOrder] = {}  # loads that some rank has not reported, by request
         self._quarantine = Pins(pin, unpin)  # blocks of hung loads, by request
+        self._has_states = False
         self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
         self._orders = PoolOrders()
         self._told: set[str] = set()
@@ -111,6 +112,7 @@ class PoolScheduler:
         self.align_tokens = lcm(*spans)
         leaves_last = not computes_last_again or any(need.last_needs_more for need in needs)
         self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id, leaves_last)
+        self._has_states = any(g.is_state for g in groups)
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
         }
@@ -190,9 +192,10 @@ class PoolScheduler:
 
     def begins(self, tracker: RequestTracker, computed: int) -> None:
         """The request has no blocks, or none any more, and `computed` tokens in the engine's own
-        cache. It loads or computes everything else from here on."""
+        cache. It loads or computes everything else from here on. With states, the engine may use
+        some tokens more, of a part of a block."""
         tracker.load, tracker.declined, tracker.final = None, "", 0
-        tracker.old = self._keeps_old and (tracker.old or computed > 0)
+        tracker.old = self._keeps_old and (tracker.old or computed > 0 or self._has_states)
 
     def matched(
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
