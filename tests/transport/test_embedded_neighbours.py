@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
+from kvferry.pool.embedded import eviction
 from kvferry.pool.embedded import index as ix
+from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome
 from pool_peers import DISK, MEMORY, ROOM, Peer, content
@@ -239,4 +243,52 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
         assert peer.get(number) is Outcome.DONE
     assert peer.store.counters()["corrupt"] == 0
     assert np.count_nonzero(peer.memory[ROOM:]) > 0
+    peer.close()
+
+
+def test_others_get_the_lock_while_many_objects_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To remove a million files takes a minute: other engines store what they compute meanwhile."""
+    one, two = filled(tmp_path), Peer(tmp_path)
+    monkeypatch.setattr(eviction, "BATCH_FILES", 8)
+    remove, removes = DiskTier.remove, Event()
+
+    def slow(disk: DiskTier, names: Sequence[str]) -> None:
+        removes.set()
+        time.sleep(0.02 * len(names))
+        remove(disk, names)
+
+    monkeypatch.setattr(DiskTier, "remove", slow)
+    clearing = Thread(target=one.store.clear, args=(soon(),))
+    clearing.start()
+    assert removes.wait(30)
+    with two.tiers.locked(time.monotonic() + 0.4):
+        assert two.store.counters()["objects"] > 20
+    clearing.join(30)
+    assert one.store.counters()["objects"] == 0
+    two.close()
+    one.close()
+
+
+def test_clear_removes_what_a_dead_process_was_bringing_up(tmp_path: Path) -> None:
+    """A process was killed while it read an object from disk: the object does not come back."""
+    peer = filled(tmp_path)
+    number = on_disk(peer)[0]
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from pathlib import Path
+from kvferry.pool.embedded.disk import DiskTier
+from pool_peers import Peer
+peer = Peer(Path({str(tmp_path)!r}))
+DiskTier.read = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+peer.get({number})
+"""
+    child = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert len(peer.tiers.index.in_state(ix.PROMOTING)) == 1
+    peer.store.clear(soon())
+    assert peer.store.counters()["objects"] == 0
+    assert peer.get(number) is Outcome.MISSING
     peer.close()

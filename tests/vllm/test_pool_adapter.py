@@ -341,6 +341,23 @@ def test_chunks_decode_and_drafts(made: tuple[VllmPoolScheduler, Blocks]) -> Non
     assert [list(b.block_ids) for s in orders.saves for b in s.tables] == [[9]]
 
 
+@pytest.mark.parametrize("computed", [0, BLOCK])
+def test_a_hand_over_behind_old_blocks_saves_nothing(
+    made: tuple[VllmPoolScheduler, Blocks], computed: int
+) -> None:
+    """After a reset while blocks were in use, vLLM's own cache has blocks of replaced weights. What
+    is computed on them is not new, also where a hand-over brought the tokens in between."""
+    scheduler, _ = made
+    scheduler.pool.reset(keeps_blocks=True)
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    scheduler.elsewhere(asked, computed, 2 * BLOCK)
+    asked.all_token_ids += range(40, 49)
+    orders = scheduler.step(step("r", 40, 9, [5, 7, 9, 11]))
+    saved = [list(b.block_ids) for s in orders.saves for b in s.tables]
+    assert saved == ([] if computed else [[9]])
+
+
 def test_requests_without_token_ids_are_left_alone(
     made: tuple[VllmPoolScheduler, Blocks],
 ) -> None:

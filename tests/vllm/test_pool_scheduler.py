@@ -22,6 +22,7 @@ pytest.importorskip("kvferry.vllm.connector")
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+import vllm_scheduler
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import StoreError
 from kvferry.pool.cost import MOST_OF_A_SIZE
@@ -340,6 +341,21 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.close()
 
 
+def test_tokens_that_no_vocabulary_has(make: Make) -> None:
+    """Without a tokenizer, vLLM lets them through, and ranks that share a vocabulary out compute
+    them. They have no key: the engine goes on, and others' prompts are saved."""
+    engine = make(tp=2)
+    engine.add("bad", [*prompt(1, 50), -7, *prompt(2, 49)])
+    engine.add("good", prompt(3, 100))
+    engine.run()
+    ended(engine)
+    assert engine.computed["bad"] == engine.computed["good"] == 103
+    second = make()
+    second.add("good", prompt(3, 100))
+    second.run()
+    assert second.computed["good"] == 103 - 96
+
+
 @pytest.mark.parametrize("kind", ["window", "state"])
 @pytest.mark.parametrize("fail", [False, True])
 def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:
@@ -433,6 +449,26 @@ def test_reset_before_the_start(make: Make) -> None:
         assert late.metadata.namespace != known.metadata.namespace
     finally:
         late.close()
+
+
+def test_reset_while_a_part_of_a_block_is_cached(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With states and `prefix_match_unit`, vLLM's own cache also has parts of blocks, which it does
+    not tell a connector of. What is computed on an old one is not saved as new, either."""
+    monkeypatch.setattr(vllm_scheduler, "resolve_kv_cache_block_sizes", lambda *_: (16, 8))
+    engine = make(hybrid="state", blocks=256)
+    engine.add("runs", prompt(1, 12), output=40)
+    engine.until(lambda: bool(engine.out["runs"]))
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    jobs = engine.pool.counters["save_jobs"]
+    engine.add("hits", [*prompt(1, 8), *prompt(2, 40)])
+    output = engine.scheduler.schedule()
+    while not output.scheduled_new_reqs:
+        output = engine.scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 8
+    assert engine.pool.counters["save_jobs"] == jobs
 
 
 def test_reset_while_something_runs(make: Make) -> None:

@@ -32,6 +32,7 @@ from itertools import compress, count
 from math import lcm
 from typing import Any, Literal
 
+from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
 from kvferry.pool.cost import LoadChoice
 from kvferry.pool.hits import Hit, Need, PoolReader, Segment
@@ -78,6 +79,7 @@ class PoolScheduler:
         self._save_rate = SaveRate()
         self._loads: dict[str, LoadOrder] = {}  # loads that some rank has not reported, by request
         self._quarantine = Pins(pin, unpin)  # blocks of hung loads, by request
+        self._has_states = False
         self._keeps_old = False  # the engine's own cache may hold blocks of replaced weights
         self._orders = PoolOrders()
         self._told: set[str] = set()
@@ -110,6 +112,7 @@ class PoolScheduler:
         self.align_tokens = lcm(*spans)
         leaves_last = not computes_last_again or any(need.last_needs_more for need in needs)
         self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id, leaves_last)
+        self._has_states = any(g.is_state for g in groups)
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
         }
@@ -187,14 +190,18 @@ class PoolScheduler:
         enough = self._reader.most_tokens(len(tokens)) >= self.align_tokens
         return self.limits.lookup and idle and enough
 
+    def begins(self, tracker: RequestTracker, computed: int) -> None:
+        """The request has no blocks, or none any more, and `computed` tokens in the engine's own
+        cache. It loads or computes everything else from here on. With states, the engine may use
+        some tokens more, of a part of a block."""
+        tracker.load, tracker.declined, tracker.final = None, "", 0
+        tracker.old = self._keeps_old and (tracker.old or computed > 0 or self._has_states)
+
     def matched(
         self, request_id: str, tracker: RequestTracker, tokens: Sequence[int], computed: int
     ) -> int | None:
         """Tokens beyond the computed ones to load from the pool; None: ask again."""
-        tracker.load, tracker.declined = None, ""
-        tracker.final = 0  # it has no blocks, or none any more
-        # The request computes everything from here on, except for its local hit.
-        tracker.old = self._keeps_old and (tracker.old or computed > 0)
+        self.begins(tracker, computed)
         if self._lookups is None or not self._may_hit(tracker, tokens):
             return 0
         answer = self._lookups.lookup(request_id, tracker.chain, tokens, full=computed > 0)
@@ -310,7 +317,12 @@ class PoolScheduler:
         if last < stop:
             self.counters.add("save_postponed")
             stop = last
-        chain.cover(tokens, min(len(tokens), final + ahead))
+        try:
+            chain.cover(tokens, min(len(tokens), final + ahead))
+        except DescriptionError as error:  # an engine without a tokenizer takes any number
+            log.warning("a request is not saved to the pool: %s", error)
+            tracker.old = True
+            return
         blocks = list(states_to_save(kinds, chain, states, self._null))
         if start < stop:
             blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
@@ -473,7 +485,7 @@ class RequestTracker:
     declined: str = ""  # why a hit was not promised
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: the request never matches again
-    old: bool = False  # it holds blocks of replaced weights, and saves nothing
+    old: bool = False  # it holds blocks of replaced weights, or has no keys, and saves nothing
 
 
 @dataclass(slots=True)

@@ -196,7 +196,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.handover is not None:
             count, later = self.handover.consuming.matched(request, num_computed_tokens)
             if count and self.pool is not None:  # the producer has saved these tokens
-                self.pool.elsewhere(request, num_computed_tokens + count)
+                self.pool.elsewhere(request, num_computed_tokens, num_computed_tokens + count)
             if count != 0 or self.pool is None:
                 return count, later
         assert self.pool is not None

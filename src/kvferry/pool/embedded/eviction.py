@@ -35,9 +35,16 @@ from numpy.typing import NDArray
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
-from kvferry.pool.embedded.disk import DISK_LINK, DiskOwner, DiskTier, own_directory
+from kvferry.pool.embedded.disk import (
+    BATCH_FILES,
+    DISK_LINK,
+    DiskOwner,
+    DiskTier,
+    own_directory,
+)
 from kvferry.pool.embedded.index import (
     ADOPT,
+    LONGEST_PAUSE_S,
     Calls,
     Geometry,
     Members,
@@ -58,6 +65,7 @@ REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while obj
 ROUNDS = 6  # tries to make room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
+TURN_SECONDS = 2 * LONGEST_PAUSE_S  # without the lock: all that wait for it have looked by then
 BAR_SECONDS = 1.0  # how long objects with a score below `bar` are declined without a search
 
 
@@ -456,10 +464,18 @@ class Tiers:
     # Leaving all tiers
 
     def give_up(self, rows: Ints, deadline: float) -> int:
-        """Remove the objects that these records have now. Returns how many were removed."""
-        generation = self.index.generation[rows].copy()
-        with self.locked(deadline):
-            return self._drop_same(rows, generation)
+        """Remove the objects that these records have now. Returns how many were removed.
+
+        Removing a million files takes a minute. So it is done in parts, and others get the lock
+        between them."""
+        generation, count = self.index.generation[rows].copy(), 0
+        for first in range(0, len(rows), BATCH_FILES):
+            if first:
+                time.sleep(TURN_SECONDS)
+            part = slice(first, first + BATCH_FILES)
+            with self.locked(deadline):
+                count += self._drop_same(rows[part], generation[part])
+        return count
 
     def evict(self, size: int, deadline: float) -> int:
         """Remove the least valuable objects of all tiers, `size` bytes or more; return how many."""
@@ -486,6 +502,7 @@ class Tiers:
         if self.disk is not None:
             with self.locked(deadline):
                 index.files_due = 0  # no more files get records
+        self._reap(deadline, math.inf, now=True)  # objects that a dead process works on would stay
         count = self.give_up(index.in_state(*ix.READABLE), deadline)
         if self.disk is not None:
             self.disk.sweep_now(deadline)

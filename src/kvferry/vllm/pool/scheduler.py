@@ -128,11 +128,12 @@ class VllmPoolScheduler:
         count = self.pool.matched(request.request_id, tracker, request.all_token_ids, computed)
         return count, bool(count)
 
-    def elsewhere(self, request: Any, tokens: int) -> None:
-        """The hand-over loads these tokens. The engine that computed them saves them."""
+    def elsewhere(self, request: Any, computed: int, tokens: int) -> None:
+        """The hand-over loads the tokens from `computed` up to `tokens`. The engine that computed
+        them saves them."""
         tracker = self._tracker(request)
         if tracker is not None:
-            tracker.load, tracker.declined, tracker.final = None, "", 0
+            self.pool.begins(tracker, computed)
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def _tracker(self, request: Any) -> RequestTracker | None:
