@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -12,9 +14,10 @@ import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from kvferry.errors import DeadlineExceeded, HandoverError, PeerLost
+from kvferry.errors import AuthenticationError, DeadlineExceeded, HandoverError, PeerLost
 from kvferry.net.messages import VERSION, Hello, Renew, Renewed, Reply, decode_request, encode
-from kvferry.net.rpc import Caller, Sockets
+from kvferry.net.names import hang_up
+from kvferry.net.rpc import Caller, Sockets, _Call
 from waiting import wait_until
 
 NOT_AN_ENGINE: Any = object()
@@ -176,6 +179,55 @@ def test_a_reply_counts_though_the_line_broke_right_after_it() -> None:
         caller.close()
         for one in (sockets, server_side):
             one.close()
+
+
+def test_a_call_that_meets_a_broken_handshake_ends_those_before_it_too() -> None:
+    """libzmq has noticed, and the caller's thread has not looked at the line. Later calls must not
+    find this line, which is of no use any more."""
+    sockets = Sockets()
+    caller = Caller(sockets)
+    stranger = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{stranger.getsockname()[1]}"
+    body, far = Renew(VERSION, "i", ["h"]), time.monotonic() + 600
+    busy, over, calls = threading.Event(), threading.Event(), []
+    accepted: list[socket.socket] = []
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):  # the end of the test
+            while True:
+                connection, _ = stranger.accept()
+                assert busy.wait(30)
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 5)
+                accepted.append(connection)
+
+    def call_twice() -> None:
+        """On the caller's thread, so that it looks at no line meanwhile."""
+        busy.set()
+        over.wait(30)
+        for _ in range(2):  # libzmq takes one more before it tells this thread
+            call = _Call(next(caller._numbers), address, body, far)
+            caller._begin(call)
+            calls.append(call.future)
+            time.sleep(0.3)
+
+    threading.Thread(target=answer, daemon=True).start()
+    try:
+        calls.append(caller.call(address, body, far))
+        caller.submit(call_twice)
+        wait_until(lambda: bool(accepted))
+        time.sleep(0.3)
+        over.set()
+        wait_until(lambda: len(calls) == 3)
+        for call in calls:
+            assert isinstance(call.exception(10), AuthenticationError)
+        assert not caller._lines
+    finally:
+        over.set()
+        hang_up(stranger)
+        for connection in accepted:
+            connection.close()
+        caller.close()
+        sockets.close()
 
 
 def test_an_authenticator_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

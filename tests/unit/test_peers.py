@@ -12,8 +12,9 @@ from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
+from kvferry.handover.load import Introductions
 from kvferry.handover.peers import Known, PeerKey, Peers, Remote
-from kvferry.net.messages import Welcome
+from kvferry.net.messages import RankInfo, Welcome
 from kvferry.topology import TransferTopology
 
 KEY = PeerKey("p", "1", "h:1")
@@ -125,3 +126,20 @@ def test_the_handshake_meets_and_reads_as_the_topology_says() -> None:
         assert read == topology.source_ranks(KEY.name, stage)
     assert topology.replicates_kv_cache(KEY.name)
     assert topology.get_engine_info(KEY.name).remote_physical_blocks_per_logical == 4
+
+
+def test_what_was_introduced_to_earlier_incarnations_is_not_kept() -> None:
+    """An engine that is reset with each new set of weights has thousands of them."""
+    sent: list[str] = []
+    caller = SimpleNamespace(call=lambda address, body, until: sent.append(body.incarnation))
+    people = acquaintances({})
+    people.caller = caller  # type: ignore[assignment]
+    introductions = Introductions(people, RankInfo(0, 0, "h:3", "i", {}, [], [], 0))
+    for incarnation in ("1", "2", "3"):
+        source: Any = SimpleNamespace(address="h:2", incarnation=incarnation)
+        introductions.make(source)
+        introductions.make(source)
+    assert sent == ["1", "2", "3"] and len(introductions._made) == 1
+    introductions.forget(source)
+    introductions.make(source)
+    assert sent == ["1", "2", "3", "3"]

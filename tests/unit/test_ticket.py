@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ProtocolError
-from kvferry.handover.ticket import MARK, Ticket, prompt_digest
+from kvferry.handover.renew import MOST_HOLDS_PER_CALL
+from kvferry.handover.ticket import MARK, MOST_HOLD_BYTES, Ticket, prompt_digest
+from kvferry.net.messages import MAX_REQUEST_BYTES, VERSION, Renew, Request, encode
 
 TICKET = Ticket(
     engine_id="prefill-0",
@@ -95,6 +97,18 @@ def test_ports_end_somewhere(port: int) -> None:
 def test_hosts_that_are_none_are_refused(host: str) -> None:
     with pytest.raises(ProtocolError, match="remote_host"):
         Ticket.from_params(changed("remote_host", host))
+
+
+@pytest.mark.parametrize("letter", ["x", "\U0001f600"])
+def test_holds_of_any_clients_fit_into_one_renewal(letter: str) -> None:
+    """Else long ids of one client would end the renewals of all."""
+    size = len(letter.encode())
+    longest = letter * (MOST_HOLD_BYTES // size)
+    hold_id = Ticket.from_params(changed("hold", longest)).hold_id
+    body = Renew(VERSION, "\U0001f600" * 512, [hold_id] * MOST_HOLDS_PER_CALL)
+    assert len(encode(Request(1, body))) < MAX_REQUEST_BYTES
+    with pytest.raises(ProtocolError, match="hold must be the id of a hold, of at most"):
+        Ticket.from_params(changed("hold", longest + letter))
 
 
 @pytest.mark.parametrize("found", [0, 2, None, "1", "x" * 100_000, {"a": 1}])

@@ -25,7 +25,9 @@ with warnings.catch_warnings():  # torch warns of itself
 from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
 from kvferry.handover.ticket import MARK, Ticket
 from kvferry.net.rpc import Sockets
+from kvferry.vllm import bootstrap as bootstrap_module
 from kvferry.vllm.bootstrap import (
+    FRESH_SECONDS,
     MAC,
     Bootstrap,
     BootstrapPlace,
@@ -136,6 +138,32 @@ def test_what_a_bootstrap_answers_is_refused(
 
     assert reaches(settled, True)
     assert "not given back" in caplog.text and not engine.orders.releases
+
+
+def test_a_bootstrap_that_refuses_late_is_asked_once_for_all_that_were_aborted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this engine would step on for as long as the bootstrap refuses, and never sleep."""
+    asked: list[str] = []
+
+    def refuse(address: str, engine_id: str, seconds: float) -> Any:
+        asked.append(address)
+        time.sleep(1.2 * FRESH_SECONDS)
+        raise ProtocolError("no bootstrap")
+
+    monkeypatch.setattr(bootstrap_module, "query", refuse)
+    for number in range(5):
+        aborted = request(**mooncake_decode(f"t{number}", 1, "e"))
+        aborted.request_id = f"cmpl-{number}-0-0123abcd"
+        engine.asking.arrived(aborted)
+        engine.asking.finished(aborted.request_id)
+
+    def settled() -> bool:
+        engine.asking.settle()
+        return not engine.asking.unsettled
+
+    assert reaches(settled, True)
+    assert len(asked) == 1
 
 
 def test_an_error_of_ours_ends_no_engine(

@@ -457,6 +457,42 @@ class TestRendezvous:
             rendezvous.close()
             sockets.close()
 
+    @pytest.mark.parametrize("known", [False, True])
+    def test_an_error_that_came_late_is_raised_once(
+        self, known: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However long the question took: else those who look now and then ask for ever."""
+        answers: list[Any] = [ProtocolError("no bootstrap")]
+        if known:
+            answers.insert(0, Whereabouts("e", "127.0.0.1", 77, "i"))
+        asked: list[str] = []
+
+        def slow(address: str, engine_id: str, seconds: float) -> Whereabouts:
+            asked.append(address)
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                clock.now += 2 * FRESH_SECONDS
+                raise answer
+            found: Whereabouts = answer
+            return found
+
+        monkeypatch.setattr(rendezvous_module, "query", slow)
+        clock, sockets = Clock(), Sockets()
+        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
+        place = BootstrapPlace("e", "127.0.0.1:1", True)
+        try:
+            if known:
+                assert self.find(rendezvous, place).incarnation == "i"
+                clock.now += FRESH_SECONDS + 0.1
+            rendezvous.find(place)
+            assert rendezvous._asked[place].answer.exception(10) is not None
+            with pytest.raises(ProtocolError, match="no bootstrap"):
+                rendezvous.find(place)
+            assert len(asked) == 1 + known
+        finally:
+            rendezvous.close()
+            sockets.close()
+
     def test_by_directory_that_is_still_starting(self) -> None:
         sockets = Sockets()
         directory = Directory(sockets)

@@ -415,7 +415,7 @@ class Introductions:
 
     def __init__(self, peers: Peers, info: RankInfo) -> None:
         self._peers, self._info = peers, info
-        self._made: set[tuple[str, str]] = set()  # addresses, incarnations
+        self._made: dict[str, str] = {}  # incarnations, by address: a reset brings a new one
         self._lock = threading.Lock()
 
     def make(self, source: Source) -> None:
@@ -423,18 +423,17 @@ class Introductions:
 
         The offer follows on the same connection, so it arrives after the introduction.
         """
-        key = (source.address, source.incarnation)
         with self._lock:  # so that no other load's offer overtakes it
-            if key in self._made:
+            if self._made.get(source.address) == source.incarnation:
                 return
-            self._made.add(key)
+            self._made[source.address] = source.incarnation
             introduce = Introduce(VERSION, source.incarnation, self._peers.engine, self._info)
             until = time.monotonic() + INTRODUCE_SECONDS
             self._peers.caller.call(source.address, introduce, until)
 
     def forget(self, source: Source) -> None:
         with self._lock:
-            self._made.discard((source.address, source.incarnation))
+            self._made.pop(source.address, None)
 
 
 @dataclass(slots=True, eq=False)

@@ -32,6 +32,7 @@ NO_TICKET = (
     "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"
 )
 MOST_TEXT = 512
+MOST_HOLD_BYTES = 128  # kvferry's ids have 32 or 64; a `Renew` has thousands of them
 MOST_PORT = 65_535
 HOST = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 
@@ -93,7 +94,7 @@ class Ticket:
         return cls(
             engine_id=_text(params, "remote_engine_id"),
             incarnation=_text(ours, "incarnation"),
-            hold_id=_text(ours, "hold"),
+            hold_id=_hold(ours, "hold"),
             digest=_text(ours, "digest"),
             tokens=_count(ours, "tokens"),
             host=_host(params, "remote_host"),
@@ -124,6 +125,13 @@ def _text(values: Mapping[str, Any], key: str) -> str:
     if not is_text(value):
         raise _damaged(key, f"a text of at most {MOST_TEXT} characters", value)
     return str(value)
+
+
+def _hold(values: Mapping[str, Any], key: str) -> str:
+    value = _text(values, key)
+    if len(value.encode()) > MOST_HOLD_BYTES:
+        raise _damaged(key, f"the id of a hold, of at most {MOST_HOLD_BYTES} bytes", value)
+    return value
 
 
 def _host(values: Mapping[str, Any], key: str) -> str:

@@ -250,7 +250,11 @@ class Caller(SocketThread):
                     self._look_up(host, call)
                     return
                 line = self._connect(call.address, [at_port(address, port)])
-            line.send(frame, call.deadline)
+            if line.send(frame, call.deadline):
+                return
+            self._watch(line)  # if the line is over, this ends all its calls, or sends them anew
+            if call.number in self._calls and self._lines.get(call.address) is line:
+                raise PeerLost(f"too many calls to {call.address} wait")
         except Exception as error:
             self._end_calls([call], _not_sent(call, error))
 
@@ -282,7 +286,8 @@ class Caller(SocketThread):
                 self._end_calls([call], _not_sent(call, error))
         else:
             for call in waiting:
-                self._send(call)
+                if call.number in self._calls:  # not if the line is over already
+                    self._send(call)
 
     def _connect(self, address: str, found: list[str]) -> Line:
         line = self._lines[address] = Line.open(self._sockets, address, found)
@@ -414,16 +419,18 @@ class Line:
             raise
         return line
 
-    def send(self, frame: bytes, deadline: float) -> None:
-        """Send a call, or queue it until the line connects. `deadline` is the call's."""
+    def send(self, frame: bytes, deadline: float) -> bool:
+        """Send a call, or queue it until the line connects. `deadline` is the call's. Returns False
+        if its queue is full, or if the peer broke the handshake already."""
         try:
             self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:  # its queue is full, or the peer broke the handshake already
-            raise self.hear() or PeerLost(f"too many calls to {self.address} wait") from None
+        except zmq.Again:
+            return False
         if self.others and not self.connected:
             now = time.monotonic()
             share = min(CONNECT_SECONDS, (deadline - now) / (len(self.others) + 1))
             self.connect_by = min(self.connect_by, now + max(LEAST_CONNECT_SECONDS, share))
+        return True
 
     def not_reached(self, now: float) -> bool:
         """Whether its time to connect is over. False while it has events that `hear` must read."""

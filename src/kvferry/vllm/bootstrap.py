@@ -209,13 +209,10 @@ class Rendezvous:
         last = asked.before[1] if asked.before is not None else None
         if not asked.answer.done():
             return last if now > asked.at + PATIENCE_SECONDS else None
-        error = asked.answer.exception()
-        if error is None:
-            return asked.answer.result()[1]
-        if last is not None and type(error) is HandoverError:  # there is no answer
-            return last
-        self.forget(place)  # the next request asks again
-        raise error
+        if asked.error is not None:
+            self.forget(place)  # the next request asks again
+            raise asked.error
+        return asked.known[1] if asked.known is not None else None
 
     def shape(self, ticket: Ticket, since: float) -> EngineShape | None:
         """The shape of a ticket's engine, or None while a thread asks for it. Raises if the engine
@@ -478,6 +475,13 @@ class _Asked:
     before: tuple[float, Whereabouts] | None
 
     @property
+    def error(self) -> BaseException | None:
+        """Why the producer cannot be found. If there is no answer at all, the last one serves."""
+        error = self.answer.exception() if self.answer.done() else None
+        serves = self.before is not None and type(error) is HandoverError
+        return None if serves else error
+
+    @property
     def known(self) -> tuple[float, Whereabouts] | None:
         """The latest answer, if any was good."""
         if self.answer.done() and not self.answer.exception():
@@ -485,9 +489,12 @@ class _Asked:
         return self.before
 
     def stale(self, now: float) -> bool:
+        """Whether to ask anew. An error is not stale before `find` has raised and forgotten it, or
+        an error that takes long to come would never be raised."""
         if not self.answer.done():
             return False
-        return now > max(self.at, self.known[0] if self.known else 0.0) + FRESH_SECONDS
+        seconds = KEEP_SECONDS if self.error is not None else FRESH_SECONDS
+        return now > max(self.at, self.known[0] if self.known else 0.0) + seconds
 
 
 def _directory(params: Mapping[str, Any]) -> str | None:

@@ -407,17 +407,20 @@ class Consuming:
             try:
                 found = self._ticket(named)
             except Exception as error:  # whatever a client or a bootstrap says, the engine goes on
-                self._unfound.remove(named)
+                lost = [one for one in self._unfound if one.place == named.place]
+                self._unfound = [one for one in self._unfound if one.place != named.place]
                 expected = isinstance(error, KvferryError)
                 log.log(
                     logging.INFO if expected else logging.ERROR,
-                    "the hold of %r at %s is not given back, and will expire: %s",
+                    "the holds of %d requests, %r and others, at %s are not given back, and will "
+                    "expire: %s",
+                    len(lost),
                     named.name,
                     named.place.address,
                     error,
                     exc_info=None if expected else error,
                 )
-                continue
+                return  # the next step goes on
             if found is not None:
                 self._unfound.remove(named)
                 self.parts.orders.releases.append(found)
