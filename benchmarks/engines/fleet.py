@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its bytecode, so no start compiles it
 }
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # in a process of its own, as `vllm serve` does it
 APART_SECONDS = 10.0  # that the worker may take to end that process

@@ -562,6 +562,7 @@ class Consumer(Gates):
             for rack in self.racks
         ]
         self._done: dict[str, dict[int, Loaded]] = {}
+        self._waiting: list[Callable[[str], None]] = []
 
     def known(self, rank: int = 0) -> Peers:
         """The engines that a rank has met."""
@@ -576,18 +577,22 @@ class Consumer(Gates):
         keep_open: bool = False,
         request_id: str = "",
         fails: str = "",
+        waits: bool = False,
     ) -> str:
+        """`waits`: the load begins, or fails, with `begin`."""
         request_id = request_id or f"load-{prompt.number}"
         tables = prompt.tables(self.spec, prompt.dst_first, self.source)
         load = Load(
             request_id, ticket, tuple(tuple(t) for t in tables), prompt.skip, seconds, keep_open
         )
-        for rank in self.ranks:
-            if fails:
-                rank.fail(load, fails)
-            else:
-                rank.start(load)
+        self._waiting = [rank.accept(load) for rank in self.ranks]
+        if not waits:
+            self.begin(fails)
         return request_id
+
+    def begin(self, fails: str = "") -> None:
+        for begin in self._waiting:
+            begin(fails)
 
     def wait(self, *request_ids: str, seconds: float = 2 * PATIENCE_SECONDS) -> list[list[Loaded]]:
         """What each rank reports of each load; every report must come once."""

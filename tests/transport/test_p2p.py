@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from kvferry.handover import load as pieces_module
-from kvferry.handover.load import Loaded
+from kvferry.handover.load import Loaded, Loading
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net import rpc
@@ -242,6 +242,25 @@ def test_a_cancelled_load_ends_at_once_and_its_hold_closes_when_it_comes() -> No
         wait_until(lambda: p.ask("counters")[0].get("last words: failed"))
         p.ask("open", prompt)
         require_all_closed(p, 1, "failed", "failed")
+
+
+@pytest.mark.parametrize("fails", ["", "the device failed"])
+def test_a_load_cancelled_before_it_begins_never_begins(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the device; its engine is met, so nothing else would hold it up."""
+    first, prompt = Prompt(1, 100), Prompt(2, 100)
+    with producer(P) as p, consumer(D, P) as d:
+        require_ok(d.load(p.hold(first), first))
+        require_all_closed(p, 1, "delivered")
+        monkeypatch.delattr(Loading, "run")
+        load = d.start(p.hold(prompt), prompt, seconds=600.0, waits=True)
+        d.cancel(load)
+        assert d.pending(load) and all(rank.busy for rank in d.ranks)
+        d.begin(fails)
+        assert {one.error for one in d.wait(load)[0]} == {fails or "the request was given up"}
+        require_all_closed(p, 1, "failed", "failed")
+        assert not any(rank.take_done() or rank.busy for rank in d.ranks)
 
 
 def test_a_load_that_must_not_begin_fails_once_and_its_sources_are_told() -> None:

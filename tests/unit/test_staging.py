@@ -12,7 +12,8 @@ import pytest
 import host_device
 from host_device import HostDevice
 from kvferry.carriers import MemoryRegion
-from kvferry.carriers.cuda import staging
+from kvferry.carriers.checksum import mix_on_host
+from kvferry.carriers.cuda import kernels, staging
 from kvferry.carriers.cuda.driver import CudaError
 from kvferry.carriers.cuda.staging import (
     CHUNK_BYTES,
@@ -22,6 +23,7 @@ from kvferry.carriers.cuda.staging import (
     StagingBuffers,
 )
 from kvferry.carriers.cuda.stream import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
+from kvferry.errors import TransferError
 from waiting import require_for, wait_until
 
 WIDE_BYTES = 2 * PIECE_BYTES + RING_CHUNKS * CHUNK_BYTES
@@ -117,6 +119,24 @@ def test_buffers_are_bounded_and_no_thread_waits_for_ever(
     wide = memory.outgoing(address, length)
     assert len(next(wide)) == SIZE  # an idle one: else it would be narrow
     wide.close()
+    memory.close()
+
+
+def test_sums_that_no_kernel_computes_are_computed_by_the_processor(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton fails for single forms of a kernel."""
+    data, memory = memory_of(4)
+    begin = -(-data.ctypes.data // 16) * 16
+    runs = np.asarray([begin + 64, begin]), np.asarray([32, 48])
+    expected = mix_on_host(memory, *runs)
+
+    def fail(*_: object) -> None:
+        raise TransferError("Triton does not compile mix_runs")
+
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(kernels, "load", fail)
+    assert memory.mix(*runs) == expected
     memory.close()
 
 

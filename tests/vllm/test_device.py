@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -99,22 +100,35 @@ class Told:
     def open_hold(self, hold: HoldOrder) -> None:
         self.told.put(f"hold {hold.hold_id}")
 
-    def start(self, load: Any) -> None:
-        self.told.put(f"load {load}")
+    def accept(self, load: Any) -> Callable[[str], None]:
+        return lambda error: self.told.put(f"load {load}{error}")
+
+    def cancel(self, request_id: str) -> None:
+        self.told.put(f"cancel {request_id}")
+
+    def release(self, ticket: Any, outcome: str) -> None:
+        self.told.put(f"{outcome} {ticket}")
 
     def next(self) -> str:
         return self.told.get(timeout=10)
+
+
+def on_device(rank: Told, marks: list[Mark], *, late: bool) -> Any:
+    """A worker whose device comes to these marks, one for each step that it records."""
+    made: Any = worker.FerryWorker.__new__(worker.FerryWorker)
+    made._producer = made._consumer = rank
+    made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
+    left = iter(marks)
+    made._ready = WhenReady(gpu=True, record=lambda: next(left))
+    return made
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
     """Not when the step of another prompt is, which was queued since; a load waits for that."""
     marks = [Mark() for _ in range(4)]
-    left, rank = iter(marks), Told()
-    made: Any = worker.FerryWorker.__new__(worker.FerryWorker)
-    made._producer = made._consumer = rank
-    made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
-    made._ready = ready = WhenReady(gpu=True, record=lambda: next(left))
+    rank = Told()
+    made = on_device(rank, marks, late=late)
     made.start(HandoverOrders(), step=1)  # computes a prompt
     made.start(HandoverOrders(), step=2)  # computes another one
     orders = HandoverOrders([HoldOrder("a", "r", "", 1, [[1]])], ["b"], written=1)  # type: ignore[list-item]
@@ -128,7 +142,24 @@ def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
         rank.told.get(timeout=0.1)
     marks[2 if late else 0].reached.set()  # nothing was recorded for the steps without orders
     assert rank.next() == "load b"
-    ready.close()
+    made._ready.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_need_not_wait_for_the_device_goes_out_at_once(late: bool) -> None:
+    """Only a load waits, also if its own cancel comes meanwhile."""
+    marks, rank = [Mark() for _ in range(2)], Told()
+    made = on_device(rank, marks, late=late)
+    made.start(HandoverOrders(loads=["a", "b"], cancels=["a"], releases=["t"]), step=1)  # type: ignore[list-item]
+    assert [rank.next(), rank.next()] == ["cancel a", "not needed t"]  # of an earlier load "a"
+    made.start(HandoverOrders(cancels=["b"]), step=2)
+    assert rank.next() == "cancel b"
+    with pytest.raises(queue.Empty):
+        rank.told.get(timeout=0.1)
+    for mark in marks:
+        mark.reached.set()
+    assert [rank.next(), rank.next()] == ["load a", "load b"]
+    made._ready.close()
 
 
 @pytest.fixture(autouse=True)

@@ -173,10 +173,41 @@ def test_a_load_waits_until_earlier_steps_have_left_its_blocks(make: Pairs) -> N
     for _ in range(20):
         p.step()
         d.step()
-    assert not loads(d) and not device.worker._consumer.busy
+    assert not loads(d) and not p.parked_claims and p.used_blocks
     device.idle.set()
     run(p, d, until=lambda: "d" in d.ended)
     assert d.tokens["d"] == expected(tokens, 3) and loads(d) == 1
+
+
+def test_a_load_is_given_up_while_the_device_computes(make: Pairs) -> None:
+    p, d = make.pair()
+    prefill, decode, tokens = Device(p), Device(d), prompt(12, 40)
+    prefill.worker._written_late = True  # so the load waits for the hold
+    decode.idle.set()
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: p.parked_claims)
+    decode.idle.clear()
+    d.abort("d")
+    run(p, d, until=lambda: not d.used_blocks, seconds=10)
+    prefill.idle.set()
+    run(p, d, until=lambda: not p.used_blocks, seconds=10)
+    assert not loads(d)
+    decode.idle.set()
+
+
+def test_a_load_given_up_before_it_begins_tells_its_source(make: Pairs) -> None:
+    p, d = make.pair()
+    device, tokens = Device(d), prompt(13, 40)
+    d.add("d", tokens, 3, **prefilled(p, "p", tokens))
+    for _ in range(3):
+        d.step()
+    d.abort("d")
+    for _ in range(3):
+        d.step()
+    assert d.used_blocks  # until the load is reported
+    device.idle.set()
+    run(p, d, until=lambda: not p.used_blocks and not d.used_blocks, seconds=10)
+    assert not loads(d)
 
 
 def test_at_a_stop_token(make: Pairs) -> None:

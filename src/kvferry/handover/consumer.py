@@ -4,6 +4,7 @@
 `load.py` has the steps of one load. This module is what the engine calls:
 
     start     begins a load and returns at once
+    accept    takes a load that begins later; it can be cancelled before
     take_done returns the loads that ended, each exactly once, good or failed with a reason
     cancel    gives a load up; it still appears in `take_done`, as failed
     release   sends the last word about a ticket that needs no load
@@ -41,7 +42,7 @@ from kvferry.handover.load import (
 )
 from kvferry.handover.peers import Known, Meetings, Peers, Remote
 from kvferry.handover.ticket import Ticket
-from kvferry.handover.wakeup import Wakeup
+from kvferry.handover.wakeup import Action, Wakeup
 from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import Ints, RankLayout
 from kvferry.net.messages import EngineInfo, Outcome
@@ -112,17 +113,14 @@ class ConsumerRank:
     # Called by the engine
 
     def start(self, load: Load) -> None:
+        self.accept(load)("")
+
+    def accept(self, load: Load) -> Action:
+        """Take a load. It begins when the result is called, or fails if that is with an error."""
         watch = Deadline(time.monotonic() + load.seconds)
         with self._lock:
             self._running[load.request_id] = watch
-        work = partial(self._run, load, watch, Clock())
-        self._once_met(load.ticket, watch, work, partial(self._not_met, load))
-
-    def fail(self, load: Load, why: str) -> None:
-        """Report a load as failed before it begins, and tell its sources."""
-        if not load.keep_open:
-            self.release(load.ticket, "failed")
-        self._end(Loaded(load.request_id, why, kind=why.partition(":")[0]))
+        return partial(self._begin, load, watch)
 
     def cancel(self, request_id: str) -> None:
         with self._lock:
@@ -168,6 +166,15 @@ class ConsumerRank:
 
     # One load
 
+    def _begin(self, load: Load, watch: Deadline, error: str) -> None:
+        if not error:
+            work = partial(self._run, load, watch, Clock())
+            self._once_met(load.ticket, watch, work, partial(self._not_met, load))
+            return
+        if not load.keep_open:
+            self.release(load.ticket, "failed")
+        self._end(Loaded(load.request_id, error, kind=error.partition(":")[0]))
+
     def _once_met(
         self,
         ticket: Ticket,
@@ -195,6 +202,7 @@ class ConsumerRank:
             submit(self._peers.meet(ticket, watch, seconds))
 
         try:
+            watch.require_wanted()
             known = self._peers.using(ticket)
             if known is not None:
                 submit(known)

@@ -155,10 +155,10 @@ class FerryWorker:
         """Pass a step's orders on to the threads, before vLLM launches that step.
 
         Earlier steps may still write into the blocks of a load, so the load waits until the device
-        has finished them. The blocks of a hold are final, because the scheduler has seen the token
-        sampled after them. If they may be `written_late`, the hold waits for the last step that
-        writes into them, but not for the steps queued since. If the device fails, loads fail, and
-        waiting holds are closed as they open.
+        has finished them; it can be cancelled meanwhile. The blocks of a hold are final, because
+        the scheduler has seen the token sampled after them. If they may be `written_late`, the hold
+        waits for the last step that writes into them, but not for the steps queued since. If the
+        device fails, loads fail, and waiting holds are closed as they open.
         """
         producer, consumer = self._producer, self._consumer
         if producer is None or consumer is None:
@@ -180,18 +180,7 @@ class FerryWorker:
             for hold_id in () if spare else orders.withdrawals:
                 producer.withdraw(hold_id)
 
-        def consume(error: str) -> None:
-            for request_id in orders.cancels:
-                consumer.cancel(request_id)
-            for load in orders.loads:
-                if error:
-                    consumer.fail(load, error)
-                else:
-                    consumer.start(load)
-            for ticket in orders.releases:
-                consumer.release(ticket, "not needed")
-
-        if self._written_late or orders.pending:
+        if self._written_late or orders.loads:
             self._ready.begin(step)
         if not orders.pending:
             return
@@ -199,7 +188,12 @@ class FerryWorker:
             self._ready.after(orders.written, produce)
         else:
             produce("")
-        self._ready.after(step - 1, consume)
+        for request_id in orders.cancels:  # first: they are for loads of earlier orders
+            consumer.cancel(request_id)
+        for ticket in orders.releases:  # no load that is wanted has the ticket
+            consumer.release(ticket, "not needed")
+        for load in orders.loads:
+            self._ready.after(step - 1, consumer.accept(load))
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()

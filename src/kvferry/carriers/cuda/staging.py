@@ -101,10 +101,15 @@ class DeviceMemory(StagedMemory, MixingMemory):
     def mix(self, address: Ints, length: Ints) -> Mixed:
         """The sums of `mix128` (checksum.py): by a kernel, if runs are aligned as caches are."""
         self._require(address, length)
-        if len(address) == 0 or not (kernels.available() and takes(address, length)):
-            return mix_on_host(self, address, length)
-        with self._pool.use() as staging, self._device.current():
-            return mix(staging.stream_buffers, address, length)
+        if len(address) and kernels.available() and takes(address, length):
+            # Triton fails for single forms, and `kernels.load` says so once.
+            with (
+                contextlib.suppress(TransferError),
+                self._pool.use() as staging,
+                self._device.current(),
+            ):
+                return mix(staging.stream_buffers, address, length)
+        return mix_on_host(self, address, length)
 
     def zero(self, address: Ints, length: Ints) -> None:
         self._require(address, length)
