@@ -25,7 +25,7 @@ from kvferry.errors import DescriptionError, KvferryError
 
 PLAIN, FERRY, OFFLOAD = "no connector", "kvferry", "OffloadingConnector"
 CACHE = 1.17  # of the longest prompt
-PROMPTS = (24, 12, 6)  # of each length; the last for all longer ones
+PROMPTS = (48, 12, 6)  # of each length; the last for all longer ones
 MANY = 10  # of the longest prompt, for kvferry
 ROOM = 1.08  # of a store, over what is saved
 WARM_SECONDS = 10.0
