@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain as joined
 from itertools import compress, count
 from math import lcm
@@ -40,6 +41,7 @@ from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, Lookups
 from kvferry.pool.objects import TableKind, block_span
 from kvferry.pool.orders import (
+    LaterTexts,
     LoadOrder,
     PoolCounters,
     PoolLoaded,
@@ -310,10 +312,14 @@ class PoolScheduler:
         if last < stop:
             self.counters.add("save_postponed")
             stop = last
-        chain.cover(tokens, min(len(tokens), final + ahead))
-        blocks = list(states_to_save(kinds, chain, states, self._null))
+        count = min(len(tokens), final + ahead)
+        blocks: list[TableBlocks] = []
+        if states:
+            chain.cover(tokens, count)
+            blocks += states_to_save(kinds, chain, states, self._null)
         if start < stop:
-            blocks += blocks_to_save(kinds, chain, start, stop, tables(), self._null)
+            known = partial(_covered, chain, tokens, count)
+            blocks += blocks_to_save(kinds, known, start, stop, tables(), self._null)
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
@@ -500,26 +506,38 @@ class WholeState:
 
 def blocks_to_save(
     kinds: Iterable[TableKind],
-    chain: ContentChain,
+    chain: Callable[[], ContentChain],
     start_tokens: int,
     stop_tokens: int,
     tables: Tables,
     null_block: int | None,
 ) -> Iterator[TableBlocks]:
-    """The full blocks of tokens of each table that the request still has."""
+    """The full blocks of tokens of each table that the request still has. Their contents are hashed
+    when a rank asks for them: its step has begun by then."""
     for kind in kinds:
         if kind.residency.kind == "state" or kind.table >= len(tables):
             continue
         first, stop = start_tokens // kind.block_tokens, stop_tokens // kind.block_tokens
         ids = tuple(tables[kind.table][first:stop])
-        contents = tuple(chain.digests(kind.block_tokens, stop, kind.ahead)[first:stop])
         numbers = tuple(range(first, first + len(ids)))
         if null_block in ids:  # a window has left them
             kept = [block != null_block for block in ids]
             numbers, ids = tuple(compress(numbers, kept)), tuple(compress(ids, kept))
-            contents = tuple(compress(contents, kept))
         if ids:
-            yield TableBlocks(kind.table, numbers, ids, contents[: len(ids)])
+            contents = LaterTexts(partial(_contents_of, kind, chain, numbers))
+            yield TableBlocks(kind.table, numbers, ids, contents)
+
+
+def _covered(chain: ContentChain, tokens: Sequence[int], count: int) -> ContentChain:
+    chain.cover(tokens, count)
+    return chain
+
+
+def _contents_of(
+    kind: TableKind, chain: Callable[[], ContentChain], numbers: Sequence[int]
+) -> list[str]:
+    digests = chain().digests(kind.block_tokens, numbers[-1] + 1, kind.ahead)
+    return [digests[number] for number in numbers]
 
 
 def states_to_save(
