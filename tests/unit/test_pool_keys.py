@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -16,6 +18,8 @@ import pytest
 from dir_store import DirStore, FaultyStore
 from kvferry.errors import DescriptionError
 from kvferry.layout.model import Residency
+from kvferry.pool.embedded.index import hash_keys
+from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.hits import Held, Hit, Need, PoolReader, Segment, longest_hit
 from kvferry.pool.keys import (
     MARK,
@@ -27,6 +31,7 @@ from kvferry.pool.keys import (
     frame,
     object_keys,
 )
+from kvferry.pool.orders import LaterTexts
 from kvferry.verify.oracle import Oracle
 from pool_cases import pool_case
 from pool_engine import SmallEngine
@@ -306,3 +311,31 @@ def brute(needs: list[Need], have: list[Held], most: int, align: int, computed: 
                 )
         best = tokens if good else best
     return best
+
+
+def test_texts_are_made_when_they_are_needed_and_travel_as_a_tuple() -> None:
+    made: list[int] = []
+
+    def make() -> list[str]:
+        made.append(1)
+        return ["a", "b"]
+
+    texts = LaterTexts(make)
+    assert not made
+    assert pickle.loads(pickle.dumps(texts)) == ("a", "b")
+    assert list(texts) == ["a", "b"] and texts[1:] == ("b",) and len(made) == 1
+
+
+def test_one_key_is_found_as_in_a_batch(tmp_path: Path) -> None:
+    """With so few records that buckets are full, and a key's second bucket is often used."""
+    store = EmbeddedStore(tmp_path, 1 << 20, slots=64)
+    keys = [f"key {number}" for number in range(100)]
+    for key in keys[:48]:
+        store.put_bytes(key, b"x", time.monotonic() + 5)
+    store.remove(keys[:8], time.monotonic() + 5)
+    index = store._index
+    batch = index.readable(index.find(*hash_keys(keys))).tolist()
+    assert [index.has(key) for key in keys] == batch
+    assert store.exists(keys[:10], time.monotonic() + 5).tolist() == batch[:10]
+    assert 20 < sum(batch) < 48
+    store.close()

@@ -24,6 +24,7 @@ not resist them (xxh3, vLLM's own seeded hashes) would let one user's prompt hit
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
@@ -179,10 +180,10 @@ class ContentChain:
                 raise DescriptionError(f"token ids are from 0 to {MARK - 1}") from None
             if not ids:
                 raise DescriptionError(f"the sequence has {have} tokens, expected {count}")
-            stream = np.frombuffer(ids, dtype=np.uintc).astype("<u4", copy=False)
-            raw = stream.tobytes()
-            # NumPy's maximum releases the interpreter's lock, so only suspicious batches need it
-            if _MARK_BYTES in raw and int(stream.max()) >= MARK:
+            if sys.byteorder == "big":
+                ids.byteswap()  # which leaves MARK as it is
+            raw = ids.tobytes()
+            if _MARK_BYTES in raw and MARK in ids:  # the first is quick, but may be of two tokens
                 raise DescriptionError(f"token ids are from 0 to {MARK - 1}")
             with self._lock:  # another thread may have appended them meanwhile
                 if self.tokens == have:

@@ -27,6 +27,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,8 +36,9 @@ import numpy as np
 
 from kvferry.errors import StoreError, text_of
 from kvferry.pool.hits import Held, Hit, PoolReader, covered_prefix, longest_hit
-from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, object_keys
+from kvferry.pool.keys import ContentChain, Fragment, KeyMetadata, PoolKey, object_keys
 from kvferry.pool.layout_registry import LayoutRegistry, PoolLayout
+from kvferry.pool.objects import TableKind
 from kvferry.pool.orders import PoolCounters, StoreOperation
 from kvferry.pool.store import Bools, Store, require_answers
 
@@ -109,6 +111,7 @@ class Lookups:
         at_once: bool = False,
     ) -> None:
         self._open, self._reader, self._counters = open_store, reader, counters
+        self._full = frozenset(n.group for n in reader.needs if n.residency.kind == "full")
         self._watch, self._seconds, self._at_once = watch, lookup_seconds, at_once
         self._registry: LayoutRegistry
         self._asked: dict[str, LookupQuestion] = {}  # by request
@@ -335,18 +338,15 @@ class Lookups:
     def _begins_new(self, asked: LookupQuestion, store: Store) -> bool:
         """Whether no layout has the first block of this sequence. If a group keeps all tokens,
         every hit needs that block. So most new prompts cost one question, however long they are."""
-        chain, layouts, keys = asked.chain, asked.registry.layouts, list[str]()
-        full = {need.group for need in self._reader.needs if need.residency.kind == "full"}
-        if not full:
-            return False
-        spans = [kind.block_tokens + kind.ahead for layout in layouts for kind in layout.kinds]
-        chain.cover(asked.tokens, min(asked.count, max(spans)))
-        for layout in layouts:
-            tables = {kind.table for kind in layout.kinds if full & set(kind.groups)}
-            for fragment in layout.fragments:
-                if fragment.table in tables:
-                    contents = layout.contents(chain, fragment.table, 1)
-                    keys += object_keys(asked.registry.metadata, layout.id, fragment, contents)
+        chain, registry = asked.chain, asked.registry
+        heads = _first_blocks(registry.metadata, tuple(registry.layouts), self._full)
+        most = max((kind.block_tokens + kind.ahead for kind, _ in heads), default=0)
+        chain.cover(asked.tokens, min(asked.count, most))
+        keys = [
+            prefix + content
+            for kind, prefix in heads
+            for content in chain.digests(kind.block_tokens, 1, kind.ahead)
+        ]
         if not keys:
             return False
         with self._counters.operation(StoreOperation("lookup_exists", len(keys))):
@@ -374,6 +374,21 @@ class Lookups:
                 for part in sequence_keys(registry.metadata, asked.chain, [layout]):
                     self._opened().access(part.keys, deadline)
             self._watch.look(self._opened(), deadline)
+
+
+@lru_cache(maxsize=8)
+def _first_blocks(
+    metadata: KeyMetadata, layouts: tuple[PoolLayout, ...], groups: frozenset[str]
+) -> list[tuple[TableKind, str]]:
+    """For each fragment with one of these groups: its table, and how its keys begin. Cached: every
+    new request needs it."""
+    return [
+        (kind, PoolKey.build_prefix(metadata, layout.id, fragment))
+        for layout in layouts
+        for kind in layout.kinds
+        for fragment in layout.fragments
+        if fragment.table == kind.table and groups & set(kind.groups)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,13 +9,39 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, overload
 
 from kvferry.pool.hits import Segment
 from kvferry.pool.keys import KeyMetadata
+
+
+class LaterTexts(Sequence[str]):
+    """Texts that are made when they are first needed, on the thread that needs them. Another
+    process gets them as a tuple."""
+
+    def __init__(self, make: Callable[[], Iterable[str]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> tuple[str, ...]:
+        return tuple(self._make())
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, at: int | slice) -> str | tuple[str, ...]:
+        return self._made[at]
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
+        return tuple, (self._made,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +51,7 @@ class TableBlocks:
     table: int
     numbers: tuple[int, ...]  # positions of the blocks in the sequence
     block_ids: tuple[int, ...]
-    contents: tuple[str, ...]
+    contents: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain as joined
 from itertools import compress, count
 from math import lcm
@@ -41,6 +42,7 @@ from kvferry.pool.layout_registry import PoolLayout
 from kvferry.pool.lookup import EvictionWatch, Lookups
 from kvferry.pool.objects import TableKind, block_span
 from kvferry.pool.orders import (
+    LaterTexts,
     LoadOrder,
     PoolCounters,
     PoolLoaded,
@@ -518,20 +520,25 @@ def blocks_to_save(
     tables: Tables,
     null_block: int | None,
 ) -> Iterator[TableBlocks]:
-    """The full blocks of tokens of each table that the request still has."""
+    """The full blocks of tokens of each table that the request still has. Their contents are hashed
+    when a rank asks for them: its step has begun by then."""
     for kind in kinds:
         if kind.residency.kind == "state" or kind.table >= len(tables):
             continue
         first, stop = start_tokens // kind.block_tokens, stop_tokens // kind.block_tokens
         ids = tuple(tables[kind.table][first:stop])
-        contents = tuple(chain.digests(kind.block_tokens, stop, kind.ahead)[first:stop])
         numbers = tuple(range(first, first + len(ids)))
         if null_block in ids:  # a window has left them
             kept = [block != null_block for block in ids]
             numbers, ids = tuple(compress(numbers, kept)), tuple(compress(ids, kept))
-            contents = tuple(compress(contents, kept))
         if ids:
-            yield TableBlocks(kind.table, numbers, ids, contents[: len(ids)])
+            contents = LaterTexts(partial(_contents_of, kind, chain, numbers))
+            yield TableBlocks(kind.table, numbers, ids, contents)
+
+
+def _contents_of(kind: TableKind, chain: ContentChain, numbers: Sequence[int]) -> list[str]:
+    digests = chain.digests(kind.block_tokens, numbers[-1] + 1, kind.ahead)
+    return [digests[number] for number in numbers]
 
 
 def states_to_save(
