@@ -191,7 +191,7 @@ class _Forked:
         )
         self._process.start()
         there.close()
-        self.stderr = open(os.dup(here.fileno()), errors="replace")  # noqa: SIM115
+        self.stderr = os.fdopen(os.dup(here.fileno()), errors="replace")
         here.close()
 
     @property
