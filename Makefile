@@ -9,6 +9,9 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # More than two failures fail the target, and so does a test that fails again.
 ONCE_MORE := --last-failed --last-failed-no-failures none --retry-at-most 2
 
+# Tests start hundreds of processes. Without bytecode, each of them would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: chaos fuzz matrix pressure demo demo-vllm test check test-vllm test-browser test-upstream mutants verify bench-plan bench-pool bench-handover bench-stall bench-routing fixtures golden-plans docs clean
 
 demo: $(VENV)/.done  ## move 1 GiB between engines of different shapes, on this machine
@@ -19,7 +22,7 @@ demo-vllm: $(VLLM_VENV)/.done  ## two real vLLM engines of different shapes, and
 
 test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this machine
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -n 2 || { test $$? -eq 1 && $(BIN)/python -m pytest $(ONCE_MORE); }
+	$(BIN)/python -m pytest -n 2 --dist worksteal || { test $$? -eq 1 && $(BIN)/python -m pytest $(ONCE_MORE); }
 
 check: $(VENV)/.done
 	$(BIN)/ruff check src tests scripts benchmarks

@@ -45,11 +45,11 @@ class Round:
             )
             source, target = self.rng.randrange(2), self.rng.randrange(2)
             p = self.world.producers[source]
-            held_back = late and index == 0
-            if held_back:
-                p.ask("fill", prompt)
-            ticket = p.ticket(prompt) if held_back else p.hold(prompt)
+            p.ask("fill", prompt)
+            ticket = p.ticket(prompt)
             self.flights.append(Flight(prompt, source, target, ticket, f"{self.number}-{index}"))
+        for flight in self.flights[late:]:  # one after the other at once: leases are short
+            self.world.producers[flight.source].ask("open", flight.prompt)
         self.hit = self.flights[0]
         act(self)
         self._finish()

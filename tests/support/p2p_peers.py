@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -24,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+import forkserver
 from kvferry.carriers import make_carrier
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.checksum import Mixed, mix_on_host
@@ -733,18 +733,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-_context = multiprocessing.get_context("forkserver")
-# processes start fast when what they import is there already
-_context.set_forkserver_preload(
-    [
-        "kvferry.handover.consumer",
-        "kvferry.handover.producer",
-        "kvferry.demo.rank",
-        "kvferry.carriers",
-    ]
-)
-
-
 @dataclass(slots=True)
 class Child:
     """A peer in a process of its own."""
@@ -757,8 +745,10 @@ class Child:
 
     @classmethod
     def start(cls, kind: str, spec: Spec, *more: Any) -> Child:
-        here, there = _context.Pipe()
-        process = _context.Process(target=_serve, args=(kind, (spec, *more), there), daemon=True)
+        here, there = forkserver.context.Pipe()
+        process = forkserver.context.Process(
+            target=_serve, args=(kind, (spec, *more), there), daemon=True
+        )
         process.start()
         there.close()
         child = cls(process, here, spec)

@@ -131,6 +131,7 @@ def check(case: CaseDict, *, break_range: bool = False) -> int:
     hit = longest_hit(PoolReader(tuple(needs), align), held, case["tokens"], case["skip"])
     assert hit.tokens == case["tokens"], (hit, case["tokens"])
     memory = AddressSpace.build("dst", ranks)
+    expected = memory.fill({r: oracle.target(Worker(*r)) for r in ranks}, NOTHING)
     compared = 0
     for rank, mine in ranks.items():
         plan = plan_read(layout, model, mine)
@@ -155,7 +156,6 @@ def check(case: CaseDict, *, break_range: bool = False) -> int:
                 from_ = steps + np.repeat(offset - (ends - slices.length), slices.length)
                 whole[to] = content[np.minimum(from_, len(content) - 1)]
                 np.add.at(times, to, 1)
-        expected = memory.fill({r: oracle.target(Worker(*r)) for r in ranks}, NOTHING)
         where = np.zeros(memory.size, dtype=bool)  # this rank's memory
         for base, region in zip(memory.bases[rank].tolist(), mine.regions, strict=True):
             where[base - memory.first : base - memory.first + region.bytes] = True

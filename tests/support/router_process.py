@@ -7,8 +7,10 @@ It answers a completion after SECONDS.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import signal
 import socket
 import ssl
 import subprocess
@@ -18,10 +20,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_until
+import forkserver
+from waiting import PATIENCE_SECONDS, wait_until
 
 LARGE_ANSWER_BYTES = 8 << 20
 HELD_EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(4)] + [b"data: [DONE]\n\n"]
@@ -177,7 +181,65 @@ class EngineProcess:
         self.process.stdout.close()
 
 
+class _Forked:
+    """A router in a fork of a Python that has imported it. What it offers is a Popen's."""
+
+    def __init__(self, arguments: Sequence[str], files: int | None) -> None:
+        here, there = forkserver.context.Pipe(duplex=False)
+        self._process = forkserver.context.Process(
+            target=_be_a_router, args=(there, arguments, dict(os.environ), files), daemon=True
+        )
+        self._process.start()
+        there.close()
+        self.stderr = os.fdopen(os.dup(here.fileno()), errors="replace")
+        here.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("router", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _be_a_router(
+    stderr: Connection, arguments: Sequence[str], environment: dict[str, str], files: int | None
+) -> None:
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    _few_files(files)
+    sys.argv = ["kvferry", *arguments]
+    from kvferry.cli.main import app
+
+    app()
+
+
+def _few_files(files: int | None) -> None:
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+
 class RouterProcess:
+    """`forked`: in a fork of a Python that has imported it, which starts sooner."""
+
+    process: _Forked | subprocess.Popen[str]
+
     def __init__(
         self,
         engines: list[Engine],
@@ -187,23 +249,25 @@ class RouterProcess:
         more: Sequence[str] = (),
         port: int = 0,
         program: Sequence[str] = ("-m", "kvferry"),
+        forked: bool = False,
     ) -> None:
         prefill, decode = engines
-        command = [sys.executable, *program, "router", "--port", str(port), *more]
-        command += ["--prefill", prefill.url, "--decode", decode_url or decode.url]
+        arguments = ["router", "--port", str(port), *more]
+        arguments += ["--prefill", prefill.url, "--decode", decode_url or decode.url]
         for name, value in limits.items():
-            command += ["--limit", f"{name}={value}"]
-
-        def few_files() -> None:
-            if files is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-
+            arguments += ["--limit", f"{name}={value}"]
         self.prefill, self.decode = prefill, decode
         self.log: list[str] = []
         self.port = 0
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, preexec_fn=few_files
-        )
+        if forked:
+            self.process = _Forked(arguments, files)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *arguments],
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: _few_files(files),
+            )
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         wait_until(lambda: self.port > 0 or self.process.poll() is not None, _START_SECONDS)
@@ -235,14 +299,29 @@ class RouterProcess:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def connect(self, source: str = "127.0.0.1", receive_bytes: int = 0) -> socket.socket:
-        """A connection of an attacker; its kernel takes `receive_bytes` unread, where given."""
-        sock = socket.socket()
-        if receive_bytes:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        sock.settimeout(20)
-        sock.bind((source, 0))
-        sock.connect(("127.0.0.1", self.port))
-        return sock
+        """A connection of an attacker; its kernel takes `receive_bytes` unread, where given.
+
+        Where too many wait to be accepted, the kernel drops it, and would try again after a second,
+        two, and four. This tries again at once.
+        """
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            sock = socket.socket()
+            try:
+                if receive_bytes:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+                sock.bind((source, 0))
+                sock.settimeout(0.1)
+                sock.connect(("127.0.0.1", self.port))
+                sock.settimeout(20)
+                return sock
+            except TimeoutError:
+                sock.close()
+                if time.monotonic() > until:
+                    raise
+            except BaseException:
+                sock.close()
+                raise
 
     def stop(self) -> None:
         self.process.kill()
@@ -268,7 +347,7 @@ def router_process(
     for thread in threads:
         thread.start()
     try:
-        router = RouterProcess(engines, limits or {}, files, decode_url, more)
+        router = RouterProcess(engines, limits or {}, files, decode_url, more, forked=True)
         try:
             yield router
         finally:

@@ -30,8 +30,10 @@ from kvferry.errors import TransferError
 
 
 @pytest.fixture(autouse=True)
-def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children have buffers of the usual size, and use the beginning."""
     monkeypatch.setattr(transport, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(transport, "BUFFER_BYTES", 32 << 20)
 
 
 def test_a_short_run() -> None:

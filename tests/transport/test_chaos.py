@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos"
 
 def test_60_random_faults() -> None:
     """Two halves beside each other: peers that are stopped past their leases mostly wait."""
-    halves = [
+    parts = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), "--faults", "30", "--seed", "7", "--first", first],
             stdout=subprocess.PIPE,
@@ -21,11 +21,11 @@ def test_60_random_faults() -> None:
         for first in ("0", "30")
     ]
     try:
-        for half in halves:
-            told, complaints = half.communicate(timeout=300)
-            assert half.returncode == 0, complaints[-3000:]
+        for part in parts:
+            told, complaints = part.communicate(timeout=300)
+            assert part.returncode == 0, complaints[-3000:]
             assert "every success is right; nothing left" in told
     finally:
-        for half in halves:
-            half.kill()
-            half.communicate()
+        for part in parts:
+            part.kill()
+            part.communicate()

@@ -76,7 +76,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         begun = time.monotonic()
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 5  # each would wait for a second, or for thirty
         good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.5)
         assert (good, corrupt, unread) == (1, 0, 2) and "lock" in why  # they are still there
         assert one.store.exists(["a", "layout"], 0.0).all()
@@ -132,7 +132,7 @@ def test_stopped_while_room_is_made_for_a_read(
         patch.setattr(DiskTier, "write", stopped)
         begun = time.monotonic()
         assert one.get(key) is Outcome.DONE
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 10  # its deadline is far away
     assert one.index.state[row_of(one, key)] == ix.DISK
     held.__exit__(None, None, None)
     one.store.access(["c"], soon())
@@ -232,7 +232,7 @@ def test_closed_while_a_walk_hangs(
     assert inside.wait(20)
     begun = time.monotonic()
     one.store.close()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 10  # the disk answers after twenty
     assert watcher.tiers.members.alive(me) and tiers.arena._fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()

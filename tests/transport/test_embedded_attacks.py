@@ -11,12 +11,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forked import forks
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.store import EmbeddedStore
 from pool_peers import Peer
@@ -138,18 +139,22 @@ def row(key): return int(index.find(*ix.hash_keys([key]))[0])
 """
 
 
-def damage(place: Path, code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DAMAGED + code, str(place)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stderr[-3000:]}"
+Damage = Callable[[Path, str], None]
 
 
-def test_a_record_that_points_in_front_of_the_arena(place: Path) -> None:
+@pytest.fixture(scope="module")
+def damage() -> Iterator[Damage]:
+    """Runs a program with a store at a place."""
+    with forks() as python:
+
+        def run(place: Path, code: str) -> None:
+            ended = python.run(DAMAGED + code, str(place), seconds=120)
+            assert ended.status == 0, f"status {ended.status}\n{ended.complaints[-3000:]}"
+
+        yield run
+
+
+def test_a_record_that_points_in_front_of_the_arena(place: Path, damage: Damage) -> None:
     """A negative offset means the arena's end to a slice, and another's memory to a copy."""
     damage(
         place,
@@ -163,7 +168,7 @@ assert peer.put(3) is Outcome.DONE and peer.get(3) is Outcome.DONE
 
 
 @pytest.mark.parametrize("offset", [-(1 << 40), 1 << 40, -(1 << 63), (1 << 63) - 1])
-def test_a_writer_goes_where_it_was_sent(place: Path, offset: int) -> None:
+def test_a_writer_goes_where_it_was_sent(place: Path, damage: Damage, offset: int) -> None:
     """Another process changes a record between its writer's grant and its writer's copy."""
     damage(
         place,
@@ -181,7 +186,7 @@ assert peer.get(3) is not Outcome.DONE
 
 
 @pytest.mark.parametrize("offset", [-(1 << 40), 1 << 40])
-def test_gaps_that_are_outside_of_the_arena(place: Path, offset: int) -> None:
+def test_gaps_that_are_outside_of_the_arena(place: Path, damage: Damage, offset: int) -> None:
     damage(
         place,
         f"""
@@ -196,7 +201,7 @@ assert peer.get(1) is Outcome.DONE
 
 
 @pytest.mark.parametrize("gaps", [-5, 1 << 40])
-def test_a_number_of_gaps_that_cannot_be(place: Path, gaps: int) -> None:
+def test_a_number_of_gaps_that_cannot_be(place: Path, damage: Damage, gaps: int) -> None:
     damage(
         place,
         f"""
@@ -212,7 +217,9 @@ assert peer.get(3) is Outcome.DONE and peer.get(1) is Outcome.DONE
 @pytest.mark.parametrize("length", [0, 10, 4999, 5001, 1 << 50, -1, -(1 << 63)])
 @pytest.mark.parametrize("field", ["length", "image_bytes"])
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_a_flipped_length_in_a_record(place: Path, field: str, tier: str, length: int) -> None:
+def test_a_flipped_length_in_a_record(
+    place: Path, damage: Damage, field: str, tier: str, length: int
+) -> None:
     """It is found: a record is never cut short, nor asked for with a petabyte."""
     damage(
         place,
@@ -232,7 +239,7 @@ assert peer.store.get_bytes("layout", soon()) == b"x" * 5000
     )
 
 
-def test_states_that_do_not_exist(place: Path) -> None:
+def test_states_that_do_not_exist(place: Path, damage: Damage) -> None:
     damage(
         place,
         """
@@ -246,7 +253,7 @@ peer.put(3), peer.store.remove(["object/3"], soon()), peer.store.counters()
     )
 
 
-def test_work_that_does_not_exist(place: Path) -> None:
+def test_work_that_does_not_exist(place: Path, damage: Damage) -> None:
     """The thread that walks through the files does not go round for ever."""
     damage(
         place,
@@ -262,7 +269,7 @@ assert tiers.disk.wait(30) and index.files_due == 0
     ("word", "value"),
     [(0, 0), (0, 5), (1, 24), (1, 1 << 50), (2, 1 << 20), (2, 1 << 62), (2, -1), (3, -1)],
 )
-def test_sizes_of_a_damaged_index(place: Path, word: int, value: int) -> None:
+def test_sizes_of_a_damaged_index(place: Path, damage: Damage, word: int, value: int) -> None:
     """A second process refuses it, and cuts nothing that the first one has mapped."""
     damage(
         place,
@@ -292,7 +299,7 @@ def test_files_of_another_length(place: Path, name: str, size: int) -> None:
         Peer(place)
 
 
-def test_extents_that_overlap_and_leave_the_arena(place: Path) -> None:
+def test_extents_that_overlap_and_leave_the_arena(place: Path, damage: Damage) -> None:
     damage(
         place,
         """

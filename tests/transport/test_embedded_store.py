@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forked import forks
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
 from kvferry.pool.embedded import arena
@@ -153,8 +154,7 @@ def _reopened_is_clean(place: Path) -> bool:
 def test_killed_in_each_step(place: Path) -> None:
     """A process that dies half-way through a put, a demotion or a promotion, lock held or not."""
     code = """
-import os, sys, signal, time
-sys.path.insert(0, {support!r})
+import os, signal
 from pathlib import Path
 from pool_peers import Peer
 from kvferry.pool.embedded import arena, disk, eviction, store
@@ -178,16 +178,16 @@ for n in range(60): peer.get(n)
     watcher = Peer(place)
     for number in range(1000, 1060):
         watcher.put(number)
-    for point in points:
-        program = code.format(support=str(PEER.parent), point=point, place=str(place))
-        done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
-        assert done.returncode == -signal.SIGKILL, point
-        outcomes = {watcher.put(n) for n in range(2000, 2010)}
-        assert outcomes <= {Outcome.DONE, Outcome.EXISTS}, point
-        invariants(watcher.store)
-        bad = watcher.store.verify(soon()).corrupt
-        assert bad == 0, point
-        watcher.store.remove([f"object/{n}" for n in range(2000, 2010)], soon())
+    with forks() as python:
+        for point in points:
+            ended = python.run(code.format(point=point, place=str(place)))
+            assert ended.status == -signal.SIGKILL, (point, ended.complaints)
+            outcomes = {watcher.put(n) for n in range(2000, 2010)}
+            assert outcomes <= {Outcome.DONE, Outcome.EXISTS}, point
+            invariants(watcher.store)
+            bad = watcher.store.verify(soon()).corrupt
+            assert bad == 0, point
+            watcher.store.remove([f"object/{n}" for n in range(2000, 2010)], soon())
     watcher.close()
 
 

@@ -111,7 +111,7 @@ def test_a_source_that_is_connecting_is_given_up_and_ends_at_once() -> None:
             server.close()
         d.cancel(load)
         assert error_of(d.wait(load)[0]).startswith(("Cancelled", "PeerLost"))
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 5  # to connect takes seven and a half
 
 
 @pytest.mark.parametrize("target", [PULL, D], ids=["read", "written"])

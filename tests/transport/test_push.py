@@ -163,12 +163,12 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
         for rack in p.racks:
             rack.carrier.connect = drop
         begun = time.monotonic()
-        load = d.start(p.ticket(PROMPT), PROMPT, seconds=3.0)
+        load = d.start(p.ticket(PROMPT), PROMPT, seconds=4.0)
         wait_until(lambda: p.parked() == len(p.ranks))
-        time.sleep(max(0.0, begun + 1.6 - time.monotonic()))
+        time.sleep(max(0.0, begun + 2.1 - time.monotonic()))
         hold(p)
         (loaded,) = d.wait(load)[0]
-        assert len(ends) == len(p.ranks) and max(ends) < begun + 3.0
+        assert len(ends) == len(p.ranks) and max(ends) < begun + 4.0
         assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPT) == 0
 
 

@@ -102,7 +102,12 @@ def test_a_restart_loses_no_stream_and_no_connection() -> None:
 
                 # And once more: the new one can be replaced like the first.
                 third = RouterProcess(
-                    [old.prefill, old.decode], LIMITS, None, more=["--take-over"], port=old.port
+                    [old.prefill, old.decode],
+                    LIMITS,
+                    None,
+                    more=["--take-over"],
+                    port=old.port,
+                    forked=True,
                 )
                 try:
                     assert new.process.wait(20) == 0
@@ -152,7 +157,7 @@ def test_a_new_router_that_is_told_to_stop_while_it_starts_leaves_the_old_one_al
             silent.settimeout(60)
             with silent.accept()[0]:  # its first probe, which is not answered
                 new.send_signal(signal.SIGTERM)
-                new.wait(30)
+            new.wait(30)
         finally:
             new.kill()
             new.wait()
@@ -172,7 +177,7 @@ def test_with_nobody_to_take_over_from_a_router_starts_by_itself(tmp_path: Path)
         )
         try:
             assert any("no router to take over from" in line for line in new.log)
-            other = RouterProcess([old.prefill, old.decode], LIMITS, None)
+            other = RouterProcess([old.prefill, old.decode], LIMITS, None, forked=True)
             other.stop()
             assert not any("came to nothing" in line for line in new.log)
             assert httpx.post(url(old), json={"prompt": "x"}, trust_env=False).is_success

@@ -285,7 +285,7 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
         with contextlib.suppress(TransferError):
             for n in range(len(data)):
                 plain(stream, data[n : n + 1])
-                time.sleep(0.1)
+                time.sleep(0.3)
 
     monkeypatch.setattr(TcpStream, "send", send)
     monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 0.2)
@@ -303,7 +303,7 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
         assert transfer.poll() is TransferState.FAILED
     begin = time.monotonic()
     user.carrier.close()
-    assert time.monotonic() - begin < 2.5  # not until the last byte has dripped
+    assert time.monotonic() - begin < 6.0  # not until the last byte has dripped: nine and a half
     owner.carrier.close()
     assert threads_left("kvferry-tcp") == []
 
@@ -612,14 +612,14 @@ def test_a_carrier_closes_all_peers_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     owner, user = End(), End()
     memory = Hanging(user)
     try:
-        for n in range(1, 5):
+        for n in range(1, 13):
             peer = user.carrier.connect(owner.carrier.endpoint(), soon())
             user.carrier.read(peer, copies(owner.address, user.address, 100))
             wait_until(lambda n=n: memory.uses == n)
         monkeypatch.setattr(tcp_carrier, "CANCEL_SECONDS", 1.0)
         begin = time.monotonic()
         user.carrier.close()
-        assert time.monotonic() - begin < 3.0
+        assert time.monotonic() - begin < 9.0  # one after the other, it would be twelve
     finally:
         memory.answers.set()
         owner.carrier.close()

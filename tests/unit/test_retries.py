@@ -40,7 +40,9 @@ def run_as_make_does(
     options = re.search(r"^ONCE_MORE := (.*)$", makefile, re.MULTILINE)
     assert recipe and options
     command = recipe[1].replace("$(ONCE_MORE)", options[1]).replace("$$", "$")
-    command = command.replace("$(BIN)/python", sys.executable).replace("-n 2", parallel)
+    command = command.replace("$(BIN)/python", sys.executable).replace(
+        "-n 2 --dist worksteal", parallel
+    )
     done = subprocess.run(
         command,
         shell=True,
