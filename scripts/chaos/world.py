@@ -143,36 +143,25 @@ def _belongings(child: Child) -> dict[str, int]:
 def _everybody_with_everybody(world: World, number: int) -> None:
     """As many at once as a round has, so that all threads and connections are there.
 
-    Peers meet before that, with a hold that opens once all claims wait for it: on a busy machine,
-    they may take longer for it than a lease.
+    Holds open once all claims wait for them: then all loads run at once, and leases do not run
+    while peers meet, which takes long on a busy machine.
     """
     for p in world.producers:
         for d in world.consumers:
-            number += 1
-            _require_good(d, [_meet(p, d, Prompt(number, MOST_TOKENS))])
             prompts = []
             for slot in range(PER_ROUND):
                 number += 1
                 first = 1 + slot * SRC_BLOCKS, 1 + slot * DST_BLOCKS
                 prompts.append(Prompt(number, MOST_TOKENS, *first))
-            for step in ("fill", "open"):
-                for prompt in prompts:
-                    p.ask(step, prompt)
-            _require_good(d, [d.ask("start", p.ticket(prompt), prompt) for prompt in prompts])
+                p.ask("fill", prompts[-1])
+            loads = [d.ask("start", p.ticket(prompt), prompt) for prompt in prompts]
+            pair = plan_pair(p.spec.cache_model, p.spec.engine_shape, d.spec.engine_shape)
+            claims = len(pair.edges) * PER_ROUND
+            wait_until(lambda p=p, claims=claims: p.ask("parked") == claims)  # type: ignore[misc]
+            for prompt in prompts:
+                p.ask("open", prompt)
+            for loaded in d.ask("wait", *loads):
+                if loaded[0].error:
+                    raise Broken(f"a hand-over without a fault failed: {loaded[0].error}")
             if wrong := d.ask("wrong_bytes_of", *prompts):
                 raise Broken(f"a hand-over without a fault has {wrong} wrong bytes")
-
-
-def _meet(p: Child, d: Child, prompt: Prompt) -> str:
-    """A load whose hold came last."""
-    load: str = d.ask("start", p.ticket(prompt), prompt)
-    pair = plan_pair(p.spec.cache_model, p.spec.engine_shape, d.spec.engine_shape)
-    wait_until(lambda: p.ask("parked") == len(pair.edges))
-    p.hold(prompt)
-    return load
-
-
-def _require_good(d: Child, loads: list[str]) -> None:
-    for loaded in d.ask("wait", *loads):
-        if loaded[0].error:
-            raise Broken(f"a hand-over without a fault failed: {loaded[0].error}")
