@@ -22,7 +22,7 @@ demo-vllm: $(VLLM_VENV)/.done  ## two real vLLM engines of different shapes, and
 
 test: $(VENV)/.done  ## lint, types, and all tests that need nothing but this machine
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -n 2 --dist worksteal || { test $$? -eq 1 && $(BIN)/python -m pytest $(ONCE_MORE); }
+	$(BIN)/python -m pytest -n 3 --dist worksteal || { test $$? -eq 1 && $(BIN)/python -m pytest $(ONCE_MORE); }
 
 check: $(VENV)/.done
 	$(BIN)/ruff check src tests scripts benchmarks

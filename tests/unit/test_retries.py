@@ -36,12 +36,12 @@ def run_as_make_does(
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "test_once.py").write_text(TESTS.format(failing=failing, broken=broken))
     makefile = (ROOT / "Makefile").read_text()
-    recipe = re.search(r"^\t(.*-m pytest -n 2.*)$", makefile, re.MULTILINE)
+    recipe = re.search(r"^\t(.*-m pytest -n 3.*)$", makefile, re.MULTILINE)
     options = re.search(r"^ONCE_MORE := (.*)$", makefile, re.MULTILINE)
     assert recipe and options
     command = recipe[1].replace("$(ONCE_MORE)", options[1]).replace("$$", "$")
     command = command.replace("$(BIN)/python", sys.executable).replace(
-        "-n 2 --dist worksteal", parallel
+        "-n 3 --dist worksteal", parallel
     )
     done = subprocess.run(
         command,
