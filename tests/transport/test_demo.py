@@ -168,7 +168,7 @@ def test_ranks_that_ended_before_they_were_asked_say_why(monkeypatch: pytest.Mon
 
 
 def test_command(tmp_path: Path) -> None:
-    picture = tmp_path / "deep" / "plan.html"
+    picture = tmp_path / "plan.html"
     _, src, dst = TWO_RANKS
     options = ["--from", src, "--to", dst, "--gib", "0.01", "--requests", "5"]
     shown = CliRunner().invoke(app, ["demo", *options, "--html", str(picture)])
@@ -176,6 +176,18 @@ def test_command(tmp_path: Path) -> None:
     assert "every byte" in shown.stdout
     assert f"picture: {picture}" in shown.stderr
     assert "<html" in picture.read_text()
+    shown = CliRunner().invoke(app, ["demo", *options, "--html", str(tmp_path)])
+    assert shown.exit_code == 2 and "every byte" in shown.stdout
+    assert "name another file with --html" in shown.stderr
+
+
+def test_more_than_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = CliRunner().invoke(app, ["demo", "--gib", "100000"])
+    assert shown.exit_code == 2 and "the demo needs 97.7 TiB of memory or more" in shown.stderr
+    monkeypatch.setattr(run_module, "available_bytes", lambda: 32 << 20)
+    with pytest.raises(DescriptionError, match="or more, and 32"):
+        run_demo(**SMALL)  # 24 MiB that move take more on both sides
+    assert children() == 0
 
 
 def test_a_model_from_its_config(tmp_path: Path) -> None:

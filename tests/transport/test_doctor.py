@@ -249,6 +249,8 @@ def test_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         peer.close()
     code, found = examine("--peer", address)
     assert (code, found[address]["state"]) == (1, "broken")
+    advice = "is the engine up? Its log says `offers its caches at port …`"
+    assert found[address]["advice"] == advice
 
 
 def test_every_carrier_that_a_peer_offers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,13 +31,34 @@ def test_plan_json_has_the_stable_keys() -> None:
 
 
 def test_plan_table_and_page(tmp_path: Path) -> None:
-    page = tmp_path / "new" / "plan.html"
+    page = tmp_path / "plan.html"
     words = [*PLAN, "--link", "400Gbit", "--html", str(page)]
     result = runner.invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout  # no number is cut
     assert "pp1 tp3" in result.stdout and "busiest rank" in result.stdout
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_only_the_folder_of_the_default_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runner.invoke(app, [*PLAN, "--html", "new/plan.html"]).exit_code == 2
+    assert not list(tmp_path.iterdir())
+    assert runner.invoke(app, [*PLAN, "--html", "out/plan.html"]).exit_code == 0
+    assert runner.invoke(app, [*PLAN, "--html", "plan.html"]).exit_code == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"out", "plan.html"}
+
+
+@pytest.mark.parametrize("words", [["models"], [*PLAN, "--json"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    """Also where output is written as late as when the process ends."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvferry", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    said = "error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_refusals_are_one_paragraph() -> None:

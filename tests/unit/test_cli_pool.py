@@ -99,6 +99,27 @@ def test_a_size_that_cannot_be_read(tmp_path: Path) -> None:
     assert runner.invoke(app, ["pool", "stats", *where]).exit_code == 0
 
 
+def test_a_store_that_this_user_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("kvferry.pool.embedded.index.open_private", refuse)
+    result = runner.invoke(app, ["pool", "stats", "--dir", str(tmp_path)])
+    said = f"cannot read {tmp_path}/index: Permission denied; run this as the store's owner"
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_a_store_of_another_version_is_named(tmp_path: Path) -> None:
+    EmbeddedStore(tmp_path, 1 << 20, slots=1024).close()
+    with (tmp_path / "index").open("r+b") as file:
+        file.write(b"\xff")
+    result = runner.invoke(app, ["pool", "stats", "--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"{tmp_path} holds a store of another version" in result.stderr
+
+
 @pytest.mark.parametrize("command", [["stats"], ["ls"], ["verify"], ["evict", "1"], ["clear"]])
 def test_no_store(tmp_path: Path, command: list[str]) -> None:
     result = runner.invoke(app, ["pool", *command, "--dir", str(tmp_path / "none")])

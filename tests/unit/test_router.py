@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -15,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import (
@@ -27,10 +30,12 @@ from kvferry.router.api import (
     base_url,
     ticket_of,
 )
+from kvferry.router.clients import Guard
 from kvferry.router.fleet.engines import UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import Quota, RequestMemory, address_of
 from kvferry.router.placing import RequestWay
+from kvferry.router.server import Listen, RouterServer
 from router_cluster import (
     CHUNKS,
     PARAMS,
@@ -783,6 +788,27 @@ def test_serve_drains_and_keeps_secrets_out_of_its_log() -> None:
         router.kill()
         router.communicate()
         server.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EADDRINUSE, "choose another --port, or --take-over if a kvferry router has it"),
+        (errno.EADDRNOTAVAIL, "no interface of this host has this address; choose another --host"),
+        (errno.EACCES, "ports below 1024 need a privilege; choose another --port"),
+    ],
+)
+def test_a_router_that_cannot_listen_says_what_to_do(
+    number: int, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("kvferry.router.server._bind", refuse)
+    settings = uvicorn.Config("no:app", log_config=None)
+    with pytest.raises(SystemExit):
+        asyncio.run(RouterServer(settings, Listen(), Guard(QUICK)).startup())
+    assert caplog.messages[-1].endswith(f"{os.strerror(number)}; {advice}")
 
 
 def test_configurations_that_are_refused() -> None:

@@ -261,13 +261,24 @@ def test_the_command_line_changes_a_fleet(tmp_path: Path, monkeypatch: Any) -> N
         assert "it has no admin API; it must be restarted with --token-file (--take" in said
 
 
-@pytest.mark.parametrize("body", ['{"detail": "Not Found"}', '{"error": "no"}', "[]"])
-def test_the_command_line_names_a_server_that_is_no_router(body: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, '{"detail": "Not Found"}'),
+        (404, '{"error": "no"}'),
+        (404, "[]"),
+        (200, "<html></html>"),
+        (200, '{"healthy": true}'),
+    ],
+)
+def test_the_command_line_names_a_server_that_is_no_router(
+    status: int, body: str, monkeypatch: Any
+) -> None:
     """vLLM's own default port is the router's: an engine answers there with a JSON of its own."""
 
     class Engine(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(404)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -282,8 +293,8 @@ def test_the_command_line_names_a_server_that_is_no_router(body: str, monkeypatc
     said = " ".join(got.output.split())
     assert (got.exit_code, said) == (
         2,
-        f"error: {at} is no kvferry router: it answered with status 404; name the router's address "
-        "with --router",
+        f"error: {at} answered with status {status}, but not as a kvferry router does; is the "
+        "address right? Name the router's with --router",
     )
 
 
@@ -631,6 +642,14 @@ def test_secrets_that_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     assert admin_token(None) is None
     monkeypatch.setenv("KVFERRY_ROUTER_TOKEN", "")
     assert admin_token(None) is None
+
+
+@pytest.mark.parametrize("option", ["--fleet", "--api-keys", "--engine-key-file"])
+def test_a_file_that_is_not_there_is_named_with_its_option(option: str, tmp_path: Path) -> None:
+    words = ["router", "--decode", "h:1", option, str(tmp_path / "none")]
+    got = CliRunner().invoke(app, words)
+    said = f"error: {option}: cannot read {tmp_path}/none: No such file or directory\n"
+    assert (got.exit_code, got.stderr) == (2, said)
 
 
 def test_events_of_the_command_line() -> None:

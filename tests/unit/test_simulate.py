@@ -386,7 +386,7 @@ def small_trace(tmp_path: Path) -> Path:
 
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path: Path):
-    page = tmp_path / "out" / "page.html"
+    page = tmp_path / "page.html"
     trace = str(small_trace(tmp_path))
     args = ["simulate", "--trace", trace, "--engines", "3", "--policy", "all", "--json"]
     args += ["--speed", "1", "--speed", "4", "--html", str(page)]
@@ -430,7 +430,8 @@ def test_the_command_prints_a_table(tmp_path: Path):
     [
         (["--policy", "luck"], "'luck' is no policy"),
         (["--engines", "many"], "cannot read the engines"),
-        (["--rates", "/nowhere"], "cannot read the rates"),
+        (["--rates", "/nowhere"], "cannot read the rates /nowhere: No such file or directory;"),
+        (["--trace", "/none"], "cannot read the trace /none: No such file or directory\n"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, args: list[str], words: str):

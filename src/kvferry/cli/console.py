@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -22,8 +23,21 @@ from kvferry.errors import DescriptionError, KvferryError
 err = Console(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+OUT = Path("out")  # the only folder that is made for pages
+
+
+def require_folder(page: Path | None) -> Path | None:
+    """Refuse a page that has no folder before the work begins, not after it."""
+    if page is not None and page.parent != OUT and not os.access(page.parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"the folder {page.parent} does not exist, or is not writable")
+    return page
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page here.")]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write a self-contained page here.", callback=require_folder),
+]
 
 
 class Commands(typer.Typer):
@@ -44,6 +58,20 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                print(end="", flush=True)  # or the interpreter would, after the last handler
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)  # for what is left of the output
+            err.print(f"[bold red]error:[/] cannot write the output: {error.strerror}")
+            raise typer.Exit(2) from None
+
     def get_params(self, ctx: Any) -> Any:
         return _flags_without_type(super().get_params(ctx))
 
@@ -97,13 +125,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
 
 
 def keep_page(path: Path, page: str, what: str) -> None:
-    """Write a page to a file, make its folders, and say where it is."""
+    """Write a page to a file, and say where it is."""
     with refusals():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.parent == OUT:
+                OUT.mkdir(exist_ok=True)
             path.write_text(page, encoding="utf-8")
         except OSError as error:
-            raise DescriptionError(f"cannot write the {what} to {path}: {error.strerror}") from None
+            raise DescriptionError(
+                f"cannot write the {what} to {path}: {error.strerror}; name another file with "
+                "--html"
+            ) from None
     err.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 
 

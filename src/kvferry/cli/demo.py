@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from kvferry.cli.console import Json, err, keep_page, print_json, refusals
+from kvferry.cli.console import OUT, Json, err, keep_page, print_json, refusals, require_folder
 from kvferry.cli.plan import plan_page
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
@@ -26,18 +26,21 @@ def demo(
     model: Annotated[str, typer.Option(help="demo, a preset or a config.json.")] = DEMO_MODEL,
     src: Annotated[str, typer.Option("--from", help="Source shape.")] = DEMO_FROM,
     dst: Annotated[str, typer.Option("--to", help="Destination shape.")] = DEMO_TO,
-    requests: Annotated[int, typer.Option(help="Requests to move.")] = 300,
+    requests: Annotated[int, typer.Option(help="Requests to move.", min=1)] = 300,
     gib: Annotated[
-        float, typer.Option(help="GiB to move; the default shapes take thrice as much memory.")
+        float,
+        typer.Option(
+            help="GiB to move; the default shapes take thrice as much memory.", min=1e-6, max=1e6
+        ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     transport: Annotated[
         str, typer.Option(help="A carrier: auto, local, tcp, mooncake, nixl, cuda.")
     ] = "auto",
     as_json: Json = False,
-    html: Annotated[Path, typer.Option(help="Where to draw the plan.")] = Path(
-        "out/demo-plan.html"
-    ),
+    html: Annotated[
+        Path, typer.Option(help="Where to draw the plan.", callback=require_folder)
+    ] = OUT / "demo-plan.html",
 ) -> None:
     """Hand requests over between the ranks of two engines on this machine; check every byte."""
     from kvferry.bench.transport import quiet_libraries
@@ -51,25 +54,25 @@ def demo(
             phases[phase] = bars.add_task(f"{phase:6}", total=total)
         bars.update(phases[phase], completed=done)
 
-    with refusals():
-        with quiet_libraries(), bars:
-            result = run_demo(
-                model,
-                src,
-                dst,
-                min_bytes=int(gib * (1 << 30)),
-                requests=requests,
-                seed=seed,
-                transport=transport,
-                progress=show,
-            )
-        shapes = EngineShape.parse(src), EngineShape.parse(dst)
-        planned = report(find_model(model), *shapes, PICTURE_TOKENS)
-        keep_page(html, plan_page(planned, None), "picture")
+    with refusals(), quiet_libraries(), bars:
+        result = run_demo(
+            model,
+            src,
+            dst,
+            min_bytes=int(gib * (1 << 30)),
+            requests=requests,
+            seed=seed,
+            transport=transport,
+            progress=show,
+        )
     if as_json:
         print_json(result.to_dict())
     else:
         print("\n".join(describe(result)))
+    with refusals():
+        shapes = EngineShape.parse(src), EngineShape.parse(dst)
+        planned = report(find_model(model), *shapes, PICTURE_TOKENS)
+        keep_page(html, plan_page(planned, None), "picture")
     raise typer.Exit(0 if result.ok else 1)
 
 

@@ -52,7 +52,7 @@ from kvferry.carriers.auto import (
 from kvferry.carriers.cuda.driver import device_count, driver, gpu_links
 from kvferry.carriers.library.shared import RDMA_DEVICES, LibraryEndpoint
 from kvferry.cli.console import print_json
-from kvferry.errors import DescriptionError, KvferryError, install_command
+from kvferry.errors import DescriptionError, KvferryError, PeerLost, install_command
 from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
@@ -402,6 +402,8 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
         advice = "check the directory's port and the secret, and run the same kvferry on both"
+        if isinstance(error, PeerLost):
+            advice = "is the engine up? Its log says `offers its caches at port …`"
         yield Finding(address, "broken", str(error), advice)
         return
     taken = "our secret is accepted" if settings.secret else "it belongs to this user"

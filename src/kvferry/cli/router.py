@@ -264,16 +264,19 @@ def _ask(
             trust_env=False,
             verify=trusted,
         )
-        said = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise KvferryError(f"the router at {at} gave no answer: {error}") from None
-    if answer.is_success and isinstance(said, dict):
+    try:
+        said = answer.json()
+    except ValueError:
+        said = None
+    if answer.is_success and isinstance(said, dict) and said.keys() & {"engines", "url"}:
         return said
     refusal = said.get("error") if isinstance(said, dict) else None
     if not isinstance(refusal, dict):
         raise KvferryError(
-            f"{at} is no kvferry router: it answered with status {answer.status_code}; name the "
-            "router's address with --router"
+            f"{at} answered with status {answer.status_code}, but not as a kvferry router does; "
+            "is the address right? Name the router's with --router"
         )
     if answer.status_code == 404 and refusal.get("code") == "not_found":
         raise KvferryError(

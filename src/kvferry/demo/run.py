@@ -26,6 +26,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from kvferry.carriers.auto import AUTO, CARRIERS, select
@@ -43,9 +44,11 @@ from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, DemoWork, find_mod
 from kvferry.errors import DescriptionError, KvferryError, TransferError
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket, prompt_digest
+from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.net.messages import RankInfo
 from kvferry.net.rpc import Sockets
+from kvferry.units import show_bytes
 
 TRANSPORTS = (AUTO, *CARRIERS)
 SILENCE_SECONDS = 60.0  # a working rank reports many times a second
@@ -110,8 +113,17 @@ def run_demo(
         )
     started = time.monotonic()
     src, dst = EngineShape.parse(from_shape), EngineShape.parse(to_shape)
+    _require_memory(min_bytes)  # tables of far too many blocks would take minutes
     work = make_work(
         find_model(model_name), src, dst, min_bytes=min_bytes, requests=requests, seed=seed
+    )
+    _require_memory(
+        sum(
+            region.bytes
+            for engine in (work.src, work.dst)
+            for rank in engine.shape.ranks
+            for region in RankLayout.build(work.model, engine.shape, rank, engine.blocks).regions
+        )
     )
     with closing(Prefill(work)) as prefill, Ranks(work, progress) as ranks:
         ranks.start(transport)
@@ -151,6 +163,22 @@ def run_demo(
         src_ranks=len(src.ranks),
         dst_ranks=len(dst.ranks),
     )
+
+
+def _require_memory(needed: int) -> None:
+    """Refuse what would end by the kernel's hand."""
+    free = available_bytes()
+    if needed > free:
+        raise DescriptionError(
+            f"the demo needs {show_bytes(needed)} of memory or more, and {show_bytes(free)} are "
+            "available; choose a smaller --gib"
+        )
+
+
+def available_bytes() -> int:
+    """Memory that new processes can use, as the kernel estimates it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
 
 
 def _reached(transport: str, links: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -50,7 +50,8 @@ def load_model(name: str, **options: Any) -> CacheModel:
     if path.exists():
         return model_from_config(path, name=path.name.removesuffix(".json"), **options)
     raise DescriptionError(
-        f"{name!r} is neither a preset nor a path of a config.json; presets are "
+        f"{name!r} is neither a preset nor a path of a config.json; names of the Hub are not "
+        "downloaded: give the path of the model's config.json, or one of the presets "
         f"{', '.join(presets())}"
     )
 

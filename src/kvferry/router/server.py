@@ -56,6 +56,10 @@ _MAX_SOCKETS = 16  # for the addresses of one host name
 _HAND_OVER_SECONDS = 30.0  # for either side of a hand-over to do its part
 _LINGER_SECONDS = 1.0  # for which idle connections stay when the router drains
 _POLL_SECONDS = 0.05
+_HINTS = {
+    errno.EADDRNOTAVAIL: "; no interface of this host has this address; choose another --host",
+    errno.EACCES: "; ports below 1024 need a privilege; choose another --port",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class RouterServer(uvicorn.Server):
         try:
             mine = mine or _bind(listen.host, listen.port)
         except OSError as error:
-            hint = ""
+            hint = _HINTS.get(error.errno or 0, "")
             if error.errno == errno.EADDRINUSE:
                 hint = "; choose another --port"
                 if not listen.take_over:

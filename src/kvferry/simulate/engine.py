@@ -71,8 +71,9 @@ def read_rates(path: Path = MEASURED) -> EngineRates:
     try:
         return msgspec.json.decode(path.read_bytes(), type=EngineRates)
     except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise DescriptionError(
-            f"cannot read the rates {path}: {error}; {MEASURED} is a file to start from"
+            f"cannot read the rates {path}: {why}; {MEASURED} is a file to start from"
         ) from None
 
 

@@ -56,7 +56,7 @@ def read_trace(path: Path, most: int | None = None) -> Trace:
         with path.open("rb") as file:
             lines = [line for line in file if line.strip()]
     except OSError as error:
-        raise DescriptionError(f"cannot read the trace {path}: {error}") from None
+        raise DescriptionError(f"cannot read the trace {path}: {error.strerror}") from None
     if not lines:
         raise DescriptionError(f"the trace {path} has no requests; each line is one, as JSON")
     mooncake = b'"hash_ids"' in lines[0]

@@ -120,13 +120,17 @@ class Geometry:
 
 
 def peek(path: Path) -> Geometry | None:
-    """The sizes of an existing store, without opening it."""
+    """The sizes of an existing store, without opening it. None: there is none."""
     try:
         fd = open_private(path, os.O_RDONLY)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {path}: {error.strerror}; run this as the store's owner"
+        ) from None
     try:
-        return SharedIndex.read_geometry(fd)
+        return SharedIndex.read_geometry(fd, path)
     finally:
         os.close(fd)
 
@@ -185,7 +189,7 @@ class SharedIndex:
         its files must not be cut."""
         fd = open_private(path)
         try:
-            found = self.read_geometry(fd)
+            found = self.read_geometry(fd, path)
             self.created = found is None
             if self.created and in_use:
                 raise StoreError(
@@ -241,7 +245,7 @@ class SharedIndex:
         return HEADER_WORDS * 8 + LEARNED_FLOATS * 8 + 2 * MAX_GAPS * 8 + 64 + slots * record
 
     @classmethod
-    def read_geometry(cls, fd: int) -> Geometry | None:
+    def read_geometry(cls, fd: int, path: Path) -> Geometry | None:
         head = os.pread(fd, 32, 0)
         if len(head) < 32:
             return None
@@ -252,7 +256,7 @@ class SharedIndex:
         right = right and memory > 0 and disk >= 0
         if not right or os.fstat(fd).st_size != cls._bytes(slots):
             raise StoreError(
-                "this directory holds a store of another version, a damaged one, or something "
+                f"{path.parent} holds a store of another version, a damaged one, or something "
                 "else; name another directory, or remove it while no engine uses it"
             )
         return Geometry(slots, memory, disk)

@@ -39,6 +39,11 @@ from kvferry.router.keys import warn_if_readable
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 _MAX_FILE_BYTES = 1 << 20
+_OPTIONS = {
+    "fleet": "--fleet",
+    "api_keys": "--api-keys",
+    "engine_key": "--engine-key-file",
+}
 # The fields of an engine that a file or the admin API may set; the router sets the source.
 SPEC_FIELDS = frozenset(field.name for field in fields(EngineSpec)) - {"source"}
 
@@ -98,7 +103,10 @@ class Sources:
     ) -> None:
         """Read a file now, which may raise DescriptionError, and again when it changes."""
         file = WatchedFile(name, path, use)
-        file.read()
+        try:
+            file.read()
+        except DescriptionError as error:
+            raise DescriptionError(f"{_OPTIONS[name]}: {error}") from None
         if secret:
             warn_if_readable(path)
         self.files.append(file)
