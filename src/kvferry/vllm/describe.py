@@ -22,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +166,18 @@ def from_last_stage(told: Any) -> Any:
 
     group = get_pp_group()
     return group.broadcast_object(told, src=group.world_size - 1)
+
+
+def of_all_ranks(told: Any) -> list[Any]:
+    """The arguments of all tensor parallel ranks of a stage, in order. Every worker must call this
+    at the same point of its start."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, told, group=group.cpu_group)
+    return found
 
 
 def _interior(layer: Any) -> str:
@@ -513,19 +526,30 @@ def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
             "mean different values; use a checkpoint with scales, or none"
         )
     layers = vllm_config.compilation_config.static_forward_context
-    found = {
-        name: (float(layers[name]._k_scale_float), float(layers[name]._v_scale_float))
+    mine = {
+        name: [s.flatten().tolist() for s in (layers[name]._k_scale, layers[name]._v_scale)]
         for _, name, spec in layer_specs(kv_cache_config)
         if not is_state(spec)
     }
-    if set(found.values()) <= {(1.0, 1.0)}:
+    shared = vllm_config.parallel_config.tensor_parallel_size > 1
+    ranks = of_all_ranks(mine) if shared else [mine]
+    # A checkpoint may have a scale for each head. A rank has those of its own heads, and ranks may
+    # repeat heads, so equal neighbours count once.
+    found = {
+        name: [
+            [scale for scale, _ in groupby(chain(*kind))]
+            for kind in zip(*(rank[name] for rank in ranks), strict=True)  # keys, then values
+        ]
+        for name in mine
+    }
+    if all(scales == [[1.0], [1.0]] for scales in found.values()):
         return "1.0"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise DescriptionError(
             "fp8 scales other than 1.0 with pipeline stages cannot be compared: each stage knows "
             "its own layers' only; use pipeline_parallel_size 1, or a cache without scales"
         )
-    return configuration_digest({name: list(pair) for name, pair in found.items()})
+    return configuration_digest(found)
 
 
 def group_spec(spec: Any) -> Any:
