@@ -333,5 +333,10 @@ class Adapters:
 def adapter_settings(vllm_config: Any) -> str:
     """The engine's settings that change what an adapter computes."""
     lora = getattr(vllm_config, "lora_config", None)
-    names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
+    names = (
+        "lora_dtype",
+        "target_modules",
+        "enable_moe_shared_loras",
+        "enable_tower_connector_lora",  # the encoder of media is adapted too
+    )
     return "" if lora is None else repr([(n, getattr(lora, n, None)) for n in names])
