@@ -82,7 +82,6 @@ class Worker:
                 cache_dtype=told["cache_dtype"],
                 block_size=told["block_size"],
                 kv_cache_layout=told["kv_cache_layout"],
-                calculate_kv_scales=False,
             ),
             parallel_config=Fake(
                 tensor_parallel_size=told["tp"],

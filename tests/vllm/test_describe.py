@@ -309,12 +309,6 @@ class TestScales:
         assert len(told(heads, 2)) == 1
         assert told(heads, 2) != told([0.25, 0.5, 0.125, 2.0], 2)  # of the same greatest ones
 
-    def test_scales_found_while_running_are_refused(self) -> None:
-        worker = Worker(golden("llama-tp1-fp8"), Rank(0, 0))
-        worker.vllm_config.cache_config.calculate_kv_scales = True
-        with pytest.raises(DescriptionError, match="calculate_kv_scales"):
-            worker.describe()
-
 
 class TestContextParallel:
     def test_it_is_part_of_the_shape(self) -> None:

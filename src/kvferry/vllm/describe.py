@@ -520,11 +520,6 @@ def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
         dtypes.append(draft_cache_dtype(vllm_config))
     if not any("fp8" in dtype for dtype in dtypes):
         return ""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise DescriptionError(
-            "calculate_kv_scales finds each engine's own scales while it runs, so that equal bytes "
-            "mean different values; use a checkpoint with scales, or none"
-        )
     layers = vllm_config.compilation_config.static_forward_context
     mine = {
         name: [s.flatten().tolist() for s in (layers[name]._k_scale, layers[name]._v_scale)]
