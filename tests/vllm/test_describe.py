@@ -24,6 +24,9 @@ torch = pytest.importorskip("torch", reason="this tier runs in the environment w
 kv = pytest.importorskip("vllm.v1.kv_cache_interface")
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
+from transformers import LlamaConfig
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
+
 from kvferry.vllm import describe
 from kvferry.vllm.producing import PrefillCut
 from vllm_pairs import handover_parts
@@ -266,6 +269,16 @@ class TestDraftLayers:
     def _draft_name(self, name: str) -> str:
         ordinal = int(name.split(".")[2])
         return name.replace(f".{ordinal}.", f".{4 + ordinal % 4}.")
+
+
+def test_an_eagle_draft_counts_by_its_configuration_not_its_place() -> None:
+    def told(place: str, **more: int) -> str:
+        """vLLM puts the draft's own configuration inside another."""
+        own = LlamaConfig(architectures=["LlamaForCausalLM"], **more)
+        own._name_or_path = place
+        return describe.configuration_digest(EAGLEConfig(own, method="eagle").to_dict())
+
+    assert told("/models/draft") == told("/other/draft") != told("/models/draft", vocab_size=77)
 
 
 class TestScales:

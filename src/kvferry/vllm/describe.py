@@ -47,6 +47,8 @@ CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 IRRELEVANT = """
 _name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
 """
+# Those that say where it came from. An Eagle draft's configuration lies inside another.
+ORIGIN = ("_name_or_path", "transformers_version")
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LLAMA4 = "llama4_text"
 # vLLM's threshold: with longer contexts, Llama 4 tunes attention by position, unless the generation
@@ -446,8 +448,14 @@ def rope_factors(text: Mapping[str, Any], config: Any) -> str:
 
 
 def configuration_digest(text: Mapping[str, Any]) -> str:
-    told = {k: v for k, v in text.items() if k not in IRRELEVANT.split()}
+    told = {k: _placeless(v) for k, v in text.items() if k not in IRRELEVANT.split()}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _placeless(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {k: _placeless(v) for k, v in value.items() if k not in ORIGIN}
 
 
 def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
