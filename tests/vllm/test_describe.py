@@ -10,6 +10,7 @@ import ctypes
 import re
 from collections import Counter
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,10 @@ class TestDraftLayers:
                     new = old.replace("4", str(first)).replace("5", str(first + 1))
                     worker.kv_caches[new] = worker.kv_caches.pop(old)
                     worker.layers[new] = worker.layers.pop(old)
+        for worker in (stages[1], alone):  # vLLM writes into it when it loads the draft
+            config = worker.vllm_config.speculative_config.draft_model_config.hf_text_config
+            loaded = {**config.to_dict(), "target_layer_count": 4}
+            config.to_dict = partial(dict, loaded)
         last = stages[1].describe(lambda mine: told.append(mine) or mine)
         first_stage = stages[0].describe(lambda mine: told[0])
         src, dst = [first_stage, last], alone.describe()

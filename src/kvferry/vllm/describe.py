@@ -95,13 +95,15 @@ def describe_worker(
         for name, spec in drafts
         if name in kv_caches and not is_state(spec)
     }
+    content = _draft_content(vllm_config) if drafts else ""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
-        drafts, draft_pages = from_last_stage((drafts, draft_pages))
+        # vLLM writes into a draft's configuration when it loads the draft, on the last stage only
+        drafts, draft_pages, content = from_last_stage((drafts, draft_pages, content))
         if rank.pp < stages - 1:  # here a layer of the target may have the same name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
-    model, keys = cache_model(vllm_config, kv_cache_config, target, drafts)
+    model, keys = cache_model(vllm_config, kv_cache_config, target, drafts, content)
     pages = {keys[name][0]: found for name, found in draft_pages.items()}  # by group
     tensors: dict[LayerKey, list[TensorView]] = {}
     tables: dict[LayerKey, int] = {}
@@ -283,9 +285,16 @@ def split_layers(
 
 
 def cache_model(
-    vllm_config: Any, kv_cache_config: Any, target: CacheModel, drafts: list[tuple[str, Any]]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    target: CacheModel,
+    drafts: list[tuple[str, Any]],
+    content: str,
 ) -> tuple[CacheModel, dict[str, LayerKey]]:
-    """The whole model's cache, and our keys of this worker's layers and of all draft layers."""
+    """The whole model's cache, and our keys of this worker's layers and of all draft layers.
+
+    content  of the draft layers
+    """
     others = {name for name, _ in drafts}
     keys = {
         name: _target_key(target, name)
@@ -294,7 +303,7 @@ def cache_model(
     }
     if not drafts:
         return target, keys
-    groups, draft_keys = draft_groups(vllm_config, drafts)
+    groups, draft_keys = draft_groups(vllm_config, drafts, content)
     whole = replace(target, groups=(*target.groups, *groups), total_layers=target.num_layers)
     return whole, keys | draft_keys
 
@@ -338,14 +347,10 @@ def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
 
 
 def draft_groups(
-    vllm_config: Any, drafts: list[tuple[str, Any]]
+    vllm_config: Any, drafts: list[tuple[str, Any]], content: str
 ) -> tuple[list[Group], dict[str, LayerKey]]:
     """A draft model's layers, with numbers of their own, in one group per window."""
-    speculative = vllm_config.speculative_config
-    config = speculative.draft_model_config
-    heads = int(config.get_total_num_kv_heads())
-    cached = draft_cache_dtype(vllm_config)
-    content = f"{cached} {config.dtype} of {_identity(config, vllm_config.model_config)}"
+    heads = int(vllm_config.speculative_config.draft_model_config.get_total_num_kv_heads())
     drafts = sorted(drafts, key=lambda d: (_prefix(d[0]), _ordinal(d[0])))
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
@@ -413,10 +418,13 @@ def draft_cache_dtype(vllm_config: Any) -> str:
     return str(own or vllm_config.cache_config.cache_dtype)
 
 
-def _identity(config: Any, target: Any) -> str:
-    """A model's name, a digest of its configuration, and settings that change its values."""
+def _draft_content(vllm_config: Any) -> str:
+    """Number format and identity of a draft model's cache: its name, a digest of its configuration,
+    and settings that change its values."""
+    target, config = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     text = config.hf_text_config.to_dict()
-    words = [_last_name(str(config.model)), configuration_digest(text)]
+    words = [draft_cache_dtype(vllm_config), str(config.dtype), "of"]
+    words += [_last_name(str(config.model)), configuration_digest(text)]
     words += [rope_factors(text, told) for told in (target, config)]  # vLLM uses either, by method
     words.append(str(config.quantization or ""))
     return " ".join(filter(None, words))
