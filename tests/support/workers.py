@@ -42,6 +42,7 @@ def make_spec(told: dict[str, Any]) -> Any:
 class Layer:
     def __init__(self, backend: dict[str, Any], scale: float = 1.0) -> None:
         self.isa = backend["isa"] or ""
+        self._k_scale = self._v_scale = torch.tensor(scale)
         self._k_scale_float = self._v_scale_float = scale
         self._backend = Fake(get_name=lambda: backend["backend"])
 
@@ -81,7 +82,6 @@ class Worker:
                 cache_dtype=told["cache_dtype"],
                 block_size=told["block_size"],
                 kv_cache_layout=told["kv_cache_layout"],
-                calculate_kv_scales=False,
             ),
             parallel_config=Fake(
                 tensor_parallel_size=told["tp"],
@@ -97,7 +97,10 @@ class Worker:
         self.rank = rank
 
     def describe(self, from_last_stage: Any = None) -> Described:
-        with patch("kvferry.vllm.describe.from_last_stage", from_last_stage):
+        with (
+            patch("kvferry.vllm.describe.from_last_stage", from_last_stage),
+            patch("kvferry.vllm.describe.of_all_ranks", lambda told: [told]),  # alike on each
+        ):
             return describe_worker(
                 self.vllm_config, self.kv_cache_config, self.kv_caches, self.rank
             )

@@ -40,8 +40,17 @@ def name(path: Path) -> str:
     return weight_revision(str(path))
 
 
+class Resolved(str):
+    """A branch, and its commit when the engine started, as vLLM keeps them."""
+
+    resolved: str
+
+
 def engine(model: str, commit: str | None = None, **more: object) -> Config:
-    config = Config(model=model, hf_config=Config(_commit_hash=commit), revision=None, **more)
+    revision = Resolved("main") if commit else None
+    if revision is not None and commit:
+        revision.resolved = commit
+    config = Config(model=model, revision=revision, **more)
     return Config(model_config=config, load_config=Config(load_format="auto"))
 
 
@@ -77,10 +86,7 @@ def test_draft_and_dummy_weights(tmp_path: Path) -> None:
     drafts = []
     for data in (b"a", b"b"):
         with_draft = engine(model)
-        draft = Config(
-            model=str(folder(tmp_path / f"draft{data!r}", data)),
-            hf_config=Config(_commit_hash=None),
-        )
+        draft = Config(model=str(folder(tmp_path / f"draft{data!r}", data)), revision=None)
         with_draft.speculative_config = Config(draft_model_config=draft)
         drafts.append(with_draft)
     names = [engine_weights(e) for e in (plain, dummy, *drafts)]

@@ -10,6 +10,7 @@ import ctypes
 import re
 from collections import Counter
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ torch = pytest.importorskip("torch", reason="this tier runs in the environment w
 kv = pytest.importorskip("vllm.v1.kv_cache_interface")
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
+from transformers import LlamaConfig
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
+
+from kvferry.vllm import describe
 from kvferry.vllm.producing import PrefillCut
 from vllm_pairs import handover_parts
 from workers import Worker
@@ -217,6 +222,10 @@ class TestDraftLayers:
                     new = old.replace("4", str(first)).replace("5", str(first + 1))
                     worker.kv_caches[new] = worker.kv_caches.pop(old)
                     worker.layers[new] = worker.layers.pop(old)
+        for worker in (stages[1], alone):  # vLLM writes into it when it loads the draft
+            config = worker.vllm_config.speculative_config.draft_model_config.hf_text_config
+            loaded = {**config.to_dict(), "target_layer_count": 4}
+            config.to_dict = partial(dict, loaded)
         last = stages[1].describe(lambda mine: told.append(mine) or mine)
         first_stage = stages[0].describe(lambda mine: told[0])
         src, dst = [first_stage, last], alone.describe()
@@ -267,21 +276,56 @@ class TestDraftLayers:
         return name.replace(f".{ordinal}.", f".{4 + ordinal % 4}.")
 
 
+def test_an_eagle_draft_counts_by_its_configuration_not_its_place() -> None:
+    def told(place: str, **more: int) -> str:
+        """vLLM puts the draft's own configuration inside another."""
+        own = LlamaConfig(architectures=["LlamaForCausalLM"], **more)
+        own._name_or_path = place
+        return describe.configuration_digest(EAGLEConfig(own, method="eagle").to_dict())
+
+    assert told("/models/draft") == told("/other/draft") != told("/models/draft", vocab_size=77)
+
+
 class TestScales:
     def test_they_are_part_of_what_bytes_mean(self) -> None:
         one = Worker(golden("llama-tp1-fp8"), Rank(0, 0))
         two = Worker(golden("llama-tp1-fp8"), Rank(0, 0))
         assert one.describe().meaning == two.describe().meaning
         assert one.describe().meaning["cache scales"] == "1.0"
-        next(iter(two.layers.values()))._k_scale_float = 0.5
+        next(iter(two.layers.values()))._k_scale = torch.tensor(0.5)
         assert one.describe().meaning != two.describe().meaning
         assert "cache scales" not in Worker(golden("llama-tp1"), Rank(0, 0)).describe().meaning
 
-    def test_scales_found_while_running_are_refused(self) -> None:
-        worker = Worker(golden("llama-tp1-fp8"), Rank(0, 0))
-        worker.vllm_config.cache_config.calculate_kv_scales = True
-        with pytest.raises(DescriptionError, match="calculate_kv_scales"):
-            worker.describe()
+    def test_scales_of_single_heads_are_alike_on_all_ranks_of_all_shapes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def told(heads: list[float], tp: int) -> set[str]:
+            """What the ranks of an engine say of a checkpoint with a scale for each head."""
+            each = np.repeat(heads, max(1, tp // len(heads))).reshape(tp, -1)
+            workers = [Worker(golden("llama-tp1-fp8"), Rank(0, 0)) for _ in range(tp)]
+            for worker, own in zip(workers, each, strict=True):
+                worker.vllm_config.parallel_config.tensor_parallel_size = tp
+                for layer in worker.layers.values():  # as compressed-tensors sets them
+                    layer._k_scale = torch.tensor(own, dtype=torch.float32)
+                    layer._k_scale_float = float(own.max())
+            mine: list[object] = []
+
+            def say() -> list[str]:
+                return [
+                    describe.meaning(w.vllm_config, w.kv_cache_config, "")["cache scales"]
+                    for w in workers
+                ]
+
+            with monkeypatch.context() as patch:  # each rank says its own, then hears all
+                patch.setattr(describe, "of_all_ranks", lambda m: [mine.append(m) or m] * tp, False)
+                say()
+                patch.setattr(describe, "of_all_ranks", lambda _: mine, False)
+                return set(say())
+
+        heads = [0.25, 0.5, 0.5, 2.0]
+        assert told(heads, 1) == told(heads, 2) == told(heads, 4) == told(heads, 8)
+        assert len(told(heads, 2)) == 1
+        assert told(heads, 2) != told([0.25, 0.5, 0.125, 2.0], 2)  # of the same greatest ones
 
 
 class TestContextParallel:

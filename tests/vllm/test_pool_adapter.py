@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -21,7 +24,7 @@ pytest.importorskip(
 )
 pytest.importorskip("kvferry.vllm.connector")
 
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -35,7 +38,7 @@ from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder, Scope
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
-from kvferry.pool.weights import Adapters
+from kvferry.pool.weights import Adapters, engine_weights
 from kvferry.vllm.check import sections
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import _interior, cache_rank, replicas
@@ -489,3 +492,21 @@ def test_an_event_at_another_place_is_not_mistaken_for_an_earlier_one(
             assert ready.is_early(addresses, np.full(24, 64)).tolist() == [
                 number < count for number in range(24)
             ]
+
+
+def test_a_model_of_the_hub_is_named_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM resolves a branch once, here from the cache, and tells its other processes."""
+    commit = "12ab" * 10
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+    (snapshot / "config.json").write_text(json.dumps(text))
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    made = ModelConfig("org/tiny", dtype="float32", skip_tokenizer_init=True)
+    engine = SimpleNamespace(model_config=pickle.loads(pickle.dumps(made)))
+    assert engine_weights(engine) == f"hub org/tiny {commit}"

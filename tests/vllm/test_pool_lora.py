@@ -6,19 +6,23 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace as Fake
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip(
     "vllm.v1.core.sched.scheduler", reason="this tier runs in the environment with vLLM"
 )
 pytest.importorskip("kvferry.vllm.connector")
 
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
 from dir_store import DirStore
 from kvferry.pool import weights as module
+from kvferry.pool.weights import adapter_settings
 from vllm_scheduler import SchedulerEngine
 
 PROMPT = [i * 37 % 5000 for i in range(100)]
@@ -86,3 +90,16 @@ def test_files_that_cannot_be_read_in_time(
     lora = LoRARequest("x", 1, str(adapter(tmp_path / "x", b"first")))
     assert computed(lora, lookup_seconds=0.3) == len(PROMPT) + 3
     assert 0.3 <= time.monotonic() - begin < 2
+
+
+def test_engines_whose_adapters_compute_other_values() -> None:
+    """Settings of vLLM's by which the same files change more or fewer modules, or otherwise."""
+    settings: list[dict[str, Any]] = [
+        {},
+        {"lora_dtype": torch.float32},
+        {"target_modules": ["q_proj"]},
+        {"enable_moe_shared_loras": True},
+        {"enable_tower_connector_lora": True},  # the encoder of images too
+    ]
+    told = [adapter_settings(Fake(lora_config=LoRAConfig(**some))) for some in settings]
+    assert len(set(told)) == len(settings)

@@ -78,10 +78,10 @@ def engine_weights(vllm_config: Any, configured: str = "") -> str:
 
 
 def _commit(config: Any) -> str:
-    """The commit to which a branch's name was resolved; a branch itself moves."""
-    hub = getattr(config, "hf_config", None)
-    told = (getattr(hub, "_commit_hash", None), getattr(config, "revision", None))
-    return next((c for c in told if isinstance(c, str) and _COMMIT.fullmatch(c)), "")
+    """The commit to which vLLM resolved a branch's name at its start; a branch itself moves."""
+    revision = getattr(config, "revision", None)
+    commit = getattr(revision, "resolved", revision)
+    return commit if isinstance(commit, str) and _COMMIT.fullmatch(commit) else ""
 
 
 def weight_revision(
@@ -333,5 +333,10 @@ class Adapters:
 def adapter_settings(vllm_config: Any) -> str:
     """The engine's settings that change what an adapter computes."""
     lora = getattr(vllm_config, "lora_config", None)
-    names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
+    names = (
+        "lora_dtype",
+        "target_modules",
+        "enable_moe_shared_loras",
+        "enable_tower_connector_lora",  # the encoder of media is adapted too
+    )
     return "" if lora is None else repr([(n, getattr(lora, n, None)) for n in names])

@@ -22,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,8 @@ CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 IRRELEVANT = """
 _name_or_path transformers_version torch_dtype dtype architectures use_cache max_model_len
 """
+# Those that say where it came from. An Eagle draft's configuration lies inside another.
+ORIGIN = ("_name_or_path", "transformers_version")
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LLAMA4 = "llama4_text"
 # vLLM's threshold: with longer contexts, Llama 4 tunes attention by position, unless the generation
@@ -92,13 +95,15 @@ def describe_worker(
         for name, spec in drafts
         if name in kv_caches and not is_state(spec)
     }
+    content = _draft_content(vllm_config) if drafts else ""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
-        drafts, draft_pages = from_last_stage((drafts, draft_pages))
+        # vLLM writes into a draft's configuration when it loads the draft, on the last stage only
+        drafts, draft_pages, content = from_last_stage((drafts, draft_pages, content))
         if rank.pp < stages - 1:  # here a layer of the target may have the same name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
-    model, keys = cache_model(vllm_config, kv_cache_config, target, drafts)
+    model, keys = cache_model(vllm_config, kv_cache_config, target, drafts, content)
     pages = {keys[name][0]: found for name, found in draft_pages.items()}  # by group
     tensors: dict[LayerKey, list[TensorView]] = {}
     tables: dict[LayerKey, int] = {}
@@ -165,6 +170,18 @@ def from_last_stage(told: Any) -> Any:
 
     group = get_pp_group()
     return group.broadcast_object(told, src=group.world_size - 1)
+
+
+def of_all_ranks(told: Any) -> list[Any]:
+    """The arguments of all tensor parallel ranks of a stage, in order. Every worker must call this
+    at the same point of its start."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, told, group=group.cpu_group)
+    return found
 
 
 def _interior(layer: Any) -> str:
@@ -268,9 +285,16 @@ def split_layers(
 
 
 def cache_model(
-    vllm_config: Any, kv_cache_config: Any, target: CacheModel, drafts: list[tuple[str, Any]]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    target: CacheModel,
+    drafts: list[tuple[str, Any]],
+    content: str,
 ) -> tuple[CacheModel, dict[str, LayerKey]]:
-    """The whole model's cache, and our keys of this worker's layers and of all draft layers."""
+    """The whole model's cache, and our keys of this worker's layers and of all draft layers.
+
+    content  of the draft layers
+    """
     others = {name for name, _ in drafts}
     keys = {
         name: _target_key(target, name)
@@ -279,7 +303,7 @@ def cache_model(
     }
     if not drafts:
         return target, keys
-    groups, draft_keys = draft_groups(vllm_config, drafts)
+    groups, draft_keys = draft_groups(vllm_config, drafts, content)
     whole = replace(target, groups=(*target.groups, *groups), total_layers=target.num_layers)
     return whole, keys | draft_keys
 
@@ -323,14 +347,10 @@ def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
 
 
 def draft_groups(
-    vllm_config: Any, drafts: list[tuple[str, Any]]
+    vllm_config: Any, drafts: list[tuple[str, Any]], content: str
 ) -> tuple[list[Group], dict[str, LayerKey]]:
     """A draft model's layers, with numbers of their own, in one group per window."""
-    speculative = vllm_config.speculative_config
-    config = speculative.draft_model_config
-    heads = int(config.get_total_num_kv_heads())
-    cached = draft_cache_dtype(vllm_config)
-    content = f"{cached} {config.dtype} of {_identity(config, vllm_config.model_config)}"
+    heads = int(vllm_config.speculative_config.draft_model_config.get_total_num_kv_heads())
     drafts = sorted(drafts, key=lambda d: (_prefix(d[0]), _ordinal(d[0])))
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
@@ -398,10 +418,13 @@ def draft_cache_dtype(vllm_config: Any) -> str:
     return str(own or vllm_config.cache_config.cache_dtype)
 
 
-def _identity(config: Any, target: Any) -> str:
-    """A model's name, a digest of its configuration, and settings that change its values."""
+def _draft_content(vllm_config: Any) -> str:
+    """Number format and identity of a draft model's cache: its name, a digest of its configuration,
+    and settings that change its values."""
+    target, config = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
     text = config.hf_text_config.to_dict()
-    words = [_last_name(str(config.model)), configuration_digest(text)]
+    words = [draft_cache_dtype(vllm_config), str(config.dtype), "of"]
+    words += [_last_name(str(config.model)), configuration_digest(text)]
     words += [rope_factors(text, told) for told in (target, config)]  # vLLM uses either, by method
     words.append(str(config.quantization or ""))
     return " ".join(filter(None, words))
@@ -433,8 +456,14 @@ def rope_factors(text: Mapping[str, Any], config: Any) -> str:
 
 
 def configuration_digest(text: Mapping[str, Any]) -> str:
-    told = {k: v for k, v in text.items() if k not in IRRELEVANT.split()}
+    told = {k: _placeless(v) for k, v in text.items() if k not in IRRELEVANT.split()}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _placeless(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {k: _placeless(v) for k, v in value.items() if k not in ORIGIN}
 
 
 def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, str]:
@@ -507,25 +536,31 @@ def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
         dtypes.append(draft_cache_dtype(vllm_config))
     if not any("fp8" in dtype for dtype in dtypes):
         return ""
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise DescriptionError(
-            "calculate_kv_scales finds each engine's own scales while it runs, so that equal bytes "
-            "mean different values; use a checkpoint with scales, or none"
-        )
     layers = vllm_config.compilation_config.static_forward_context
-    found = {
-        name: (float(layers[name]._k_scale_float), float(layers[name]._v_scale_float))
+    mine = {
+        name: [s.flatten().tolist() for s in (layers[name]._k_scale, layers[name]._v_scale)]
         for _, name, spec in layer_specs(kv_cache_config)
         if not is_state(spec)
     }
-    if set(found.values()) <= {(1.0, 1.0)}:
+    shared = vllm_config.parallel_config.tensor_parallel_size > 1
+    ranks = of_all_ranks(mine) if shared else [mine]
+    # A checkpoint may have a scale for each head. A rank has those of its own heads, and ranks may
+    # repeat heads, so equal neighbours count once.
+    found = {
+        name: [
+            [scale for scale, _ in groupby(chain(*kind))]
+            for kind in zip(*(rank[name] for rank in ranks), strict=True)  # keys, then values
+        ]
+        for name in mine
+    }
+    if all(scales == [[1.0], [1.0]] for scales in found.values()):
         return "1.0"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise DescriptionError(
             "fp8 scales other than 1.0 with pipeline stages cannot be compared: each stage knows "
             "its own layers' only; use pipeline_parallel_size 1, or a cache without scales"
         )
-    return configuration_digest({name: list(pair) for name, pair in found.items()})
+    return configuration_digest(found)
 
 
 def group_spec(spec: Any) -> Any:
