@@ -4,6 +4,7 @@ descriptors of a directory or a rank. Real sockets; memory is that of a process 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import socket
@@ -17,6 +18,8 @@ import msgspec
 import pytest
 import zmq
 
+from kvferry.handover.producer import Directory
+from kvferry.net import server
 from kvferry.net.messages import VERSION, decode_reply
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import ConnectionLimit
@@ -254,3 +257,40 @@ def test_a_message_that_never_ends_is_cut_off() -> None:
     finally:
         door.close()
         context.destroy(linger=0)
+
+
+def test_the_heartbeats_of_an_idle_peer_are_not_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq answers them by itself. In days, those of all idle peers would be a flood."""
+    interval_ms, most, acked_at = 10, 2048, 120  # offset of tcpi_bytes_acked in Linux's tcp_info
+    monkeypatch.setattr(server, "HEARTBEAT_MS", interval_ms)
+    monkeypatch.setattr(server, "UNREAD_BYTES", most)
+    sockets = Sockets(SECRET)
+    directory = Directory(sockets, host=LOOPBACK)
+    directory.start()
+    idle = sockets.client(f"{LOOPBACK}:{directory.port}")
+    idle.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+    look = msgspec.msgpack.encode([1, {"type": "look", "version": VERSION}])
+
+    def asked() -> zmq.Frame:
+        idle.send(look)
+        assert idle.poll(1000 * PATIENCE_SECONDS)
+        return idle.recv(copy=False)
+
+    def closed() -> int:
+        return directory.counters["flooding connections closed"]
+
+    try:
+        idle.connect(f"tcp://{LOOPBACK}:{directory.port}")
+        with socket.socket(fileno=os.dup(int(asked().get(zmq.SRCFD)))) as connection:
+
+            def acked() -> int:
+                told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, acked_at + 8)
+                return int.from_bytes(told[acked_at:], "little")
+
+            wait_until(lambda: acked() > 4 * most or closed())
+        assert not closed()
+        asked()
+    finally:
+        idle.close(linger=0)
+        directory.close()
+        sockets.close()

@@ -42,7 +42,7 @@ from kvferry.net.messages import (
     read_id,
     refusal,
 )
-from kvferry.net.rpc import Sockets, SocketThread
+from kvferry.net.rpc import HEARTBEAT_MS, Sockets, SocketThread
 
 log = logging.getLogger("kvferry")
 
@@ -211,7 +211,7 @@ class ConnectionLimit:
     libzmq keeps a message of many frames until the last frame comes, and its limits count complete
     messages only. So `look_at_unread` compares the bytes that each connection has received with the
     bytes that the server's thread got. If the difference is too large, it shuts the connection
-    down.
+    down. Heartbeats never reach the server's thread, so one in each interval counts as taken.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], port: int) -> None:
@@ -269,8 +269,9 @@ class ConnectionLimit:
         now = time.monotonic()
         if now < self._next_look:
             return 0
-        self._next_look = now + LOOK_SECONDS
-        unread = sorted(((self._unread(d), d) for d in self._guests), reverse=True)
+        seconds, self._next_look = now - self._next_look + LOOK_SECONDS, now + LOOK_SECONDS
+        beats = FRAME_BYTES * seconds * 1000 / HEARTBEAT_MS
+        unread = sorted(((self._unread(d, beats), d) for d in self._guests), reverse=True)
         total, shut = sum(count for count, _ in unread), 0
         for count, descriptor in unread:
             if count <= UNREAD_BYTES and total <= ALL_UNREAD_BYTES:
@@ -284,12 +285,14 @@ class ConnectionLimit:
             self._socket.disable_monitor()
         self.events.close(linger=0)
 
-    def _unread(self, descriptor: int) -> int:
+    def _unread(self, descriptor: int, beats: float) -> float:
+        """Bytes that were not taken. `beats`: those of heartbeats since the last look, at most."""
         guest = self._guests[descriptor]
         with suppress(OSError), _borrowed(descriptor) as connection:
             told = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, RECEIVED_AT + 8)
             received = int.from_bytes(told[RECEIVED_AT:], "little")
-            guest.taken_bytes = min(guest.taken_bytes, received)  # FRAME_BYTES is an upper bound
+            # both are upper bounds: FRAME_BYTES of a message, and the heartbeats
+            guest.taken_bytes = min(guest.taken_bytes + beats, received)
             return received - guest.taken_bytes
         return 0
 
@@ -357,7 +360,7 @@ def reader_bytes(reader: Reader) -> int:
 class _Guest:
     peer: Any  # its address; a reused descriptor has another one
     waits: bool = True  # for its first request
-    taken_bytes: int = 0  # that the server's thread has received
+    taken_bytes: float = 0  # that the server's thread has received, and heartbeats
 
 
 @contextmanager
