@@ -345,6 +345,29 @@ async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
     assert prompts.counts["unsupported"] == 8 and not prompts.counts["failed"]
 
 
+@with_engine
+async def test_a_template_that_a_client_sends_is_never_run_here(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    templates: list[Any] = []
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: Any, **given: Any) -> str:
+            templates.append(given.pop("chat_template", "its own"))
+            return "x"
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1, 2]
+
+    prompts._tokenizer = local = LocalTokenizer.__new__(LocalTokenizer)  # without a model
+    local._thread, local._tokenizer = ThreadPoolExecutor(1), Tokenizer()
+    assert await ask(prompts, engine, CHAT, messages=HELLO) is not None
+    theirs = {"chat_template": "{{ 'x' * 9999999 }}"}
+    for more in (theirs, {"chat_template_kwargs": theirs}):
+        assert await ask(prompts, engine, CHAT, messages=HELLO, **more) is None, more
+    assert templates == ["its own"] and prompts.counts["unsupported"] == 2
+
+
 def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
     async def inside() -> None:
         engine = Engine(hang=True)

@@ -333,7 +333,9 @@ class LocalTokenizer:
     def _chat(self, asked: AskedPrompt) -> list[int] | None:
         messages = asked.value("messages")
         plain = all(isinstance(message.get("content"), str | None) for message in messages)
-        if asked.truncated or not plain or "chat_template" in asked.fields:
+        values = asked.template_values()
+        # A client may also send a template among the values for it; vLLM refuses that.
+        if asked.truncated or not plain or "chat_template" in asked.fields.keys() | values.keys():
             return None
         for message in messages:
             for call in message.get("tool_calls") or ():
@@ -346,7 +348,7 @@ class LocalTokenizer:
             tokenize=False,
             add_generation_prompt=asked.value("add_generation_prompt") is not False,
             continue_final_message=bool(asked.value("continue_final_message")),
-            **asked.template_values(),
+            **values,
         )
         special = asked.value("add_special_tokens")
         return list(self._tokenizer.encode(text, add_special_tokens=bool(special)))
