@@ -31,7 +31,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -367,8 +367,7 @@ class Fleet:
         del self._engines[engine.url]
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
-        with suppress(UnicodeError):  # a host that is no name was never connected
-            self.transport.close_idle(address_of_url(engine.url).origin)
+        self.transport.close_idle(address_of_url(engine.url).origin)
         self._tell(engine, "removed")
 
     @contextmanager
