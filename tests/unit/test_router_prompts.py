@@ -191,6 +191,15 @@ async def test_token_ids_need_no_engine_but_its_models(
 
 
 @with_engine
+async def test_token_ids_that_would_stop_all_streams_are_not_read(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    assert same(await ask(prompts, engine, prompt=[ord("x")] * 1000), "x" * 1000)
+    assert await ask(prompts, engine, prompt=[ord("x")] * (2 << 20)) is None
+    assert prompts.counts["unsupported"] == 1
+
+
+@with_engine
 async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: PromptChains) -> None:
     poet = await ask(prompts, engine, prompt="hello", model="poet")
     assert same(poet, "hello", Namespace(lora="poet"))
