@@ -519,6 +519,29 @@ def test_a_watched_file_is_used_when_its_contents_change(tmp_path: Path) -> None
     assert used == [b"1", b"1", b"2"] and file.problem == ""
 
 
+def test_a_file_that_another_source_was_in_the_way_of_is_used_later(tmp_path: Path) -> None:
+    fleet, path = decoders("a"), tmp_path / "fleet.json"
+    sources = Sources(fleet, quick())
+
+    def write(*names: str) -> None:
+        said = [{"url": f"http://{name}", "roles": ["decode"]} for name in names]
+        path.write_text(json.dumps({"engines": said}))
+
+    write("b")
+    sources.watch_fleet(path)
+    (file,) = sources.files
+    other = fleet.add(EngineSpec("http://c", frozenset(["decode"]), source="the admin API"))
+    write("b", "c")
+    for _ in range(3):
+        file.look()
+    assert (file.used, file.refused) == (1, 1) and "named by the admin API" in file.problem
+    fleet.remove(other)
+    file.look()
+    assert (file.used, file.refused, file.problem) == (2, 1, "")
+    added = fleet.get("http://c")
+    assert added is not None and added.spec.source == str(path)
+
+
 def test_names_are_resolved_again_and_again() -> None:
     found: dict[str, Any] = {"d.example": ["10.0.0.1", "fd00::1"], "p.example": ["10.0.0.9"]}
 

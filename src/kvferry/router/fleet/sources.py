@@ -7,8 +7,8 @@ engine that an operator drained to stay is not taken back.
 
 The event loop reads files (`WatchedFile`) every `reload_seconds`, without inotify, so it also
 notices a file that is replaced, mounted anew or linked elsewhere. A file that cannot be used is
-refused with the reason in the log, and its former contents stay in force. At the start, the router
-ends instead.
+refused with the reason in the log, and its former contents stay in force. It is tried again at each
+look, because the reason may be another source. At the start, the router ends instead.
 
 Names (`dns://host:port`) are resolved every `dns_seconds`; each address is an engine. A name that
 cannot be resolved keeps its engines; probes find out whether they live.
@@ -169,7 +169,7 @@ class WatchedFile:
         self._digest = b""  # of the last contents, also if they were refused
 
     def read(self) -> None:
-        """Use the contents, if they are new. Raises DescriptionError."""
+        """Use the contents, if they are new or were refused. Raises DescriptionError."""
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)
@@ -177,7 +177,7 @@ class WatchedFile:
             self._digest = b""
             raise DescriptionError(f"cannot read {self.path}: {error.strerror}") from None
         digest = hashlib.sha256(data).digest()
-        if digest == self._digest:
+        if digest == self._digest and not self.problem:
             return
         self._digest = digest
         if len(data) > _MAX_FILE_BYTES:
@@ -188,12 +188,12 @@ class WatchedFile:
 
     def look(self) -> None:
         """Read the file again. A file that cannot be used changes nothing."""
-        used = self.used
+        used, before = self.used, (self._digest, self.problem)
         try:
             self.read()
         except KvferryError as error:
-            if self._digest or str(error) != self.problem:  # a lost file fails every time
-                self.problem = str(error)
+            self.problem = str(error)
+            if (self._digest, self.problem) != before:
                 self.refused += 1
                 log.error(
                     "the %s file is not used, what it said before stays: %s", self.name, error
