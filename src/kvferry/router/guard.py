@@ -267,13 +267,13 @@ class Turns:
                 found.turn.set_result(True)
                 gave = True
 
-    def stir(self) -> None:
-        """Let all look again, in their order."""
-        for line in self._line.values():
-            for waiting in line:
+    def stir(self, hopeless: Callable[[Collection[Any]], bool]) -> None:
+        """Let those look again, in their order, who wait in vain without the engines `besides`."""
+        for client, line in list(self._line.items()):
+            for waiting in [w for w in line if hopeless(w.besides)]:
+                self._leave(client, waiting)
                 if not waiting.turn.done():
                     waiting.turn.set_result(False)
-        self._line.clear()
 
     def ended(self) -> None:
         """A request ended, and left room."""

@@ -401,10 +401,8 @@ class Fleet:
             if away is not None and away <= _LONGEST_START_SECONDS:
                 for role in engine.roles:
                     self._absences[role].append(away)
-        if kind in ("up", "changed"):
-            self.turns.give()
-        elif not self.some_up("decode"):
-            self.turns.stir()
+        self.turns.stir(lambda besides: not self.some_up("decode", besides))
+        self.turns.give()
         try:
             self.changed(engine, kind)
         except Exception:  # an error there must not keep the fleet from changing
