@@ -532,7 +532,7 @@ def test_a_burst_to_one_engine_leaves_room_for_the_others() -> None:
 def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
     async def run() -> None:
         async with asking(bytes_of(WHOLE)) as (client, _):
-            urls = (client.url.removesuffix("/x"), "http://bü..cher:9")  # one has no name in DNS
+            urls = (client.url.removesuffix("/x"), "http://bücher.invalid:9")
             fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
             await fleet.check(fleet.engines[0])
             assert fleet.transport.idle_count == 1
