@@ -268,7 +268,7 @@ class Limits:
     body_seconds: float = 60.0  # for the whole body
     progress_seconds: float = 5.0  # in which at least progress_bytes of a body must come
     progress_bytes: int = 16 << 10
-    client_seconds: float = 60.0  # for a client to take 64 KiB of its answer
+    client_seconds: float = 60.0  # for a client to take 64 KiB, or its host to be silent
 
     connect_seconds: float = 3.0
     prefill_seconds: float = 300.0  # the whole prefill: queueing, computing, answering

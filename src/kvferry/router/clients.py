@@ -22,6 +22,7 @@ and each stage has its deadline:
     BODY     the headers are complete, the body is not                   see `guard.read_body`
     SERVING  the request is complete, its answer is not                  `client_seconds` for a
                                                                          client that does not read
+                                                                         or whose host is silent
 
 When an address or the router has no connection left, the oldest one at HEAD is closed, then the
 oldest one at BODY. So an incomplete request never keeps a complete one out.
@@ -44,7 +45,7 @@ from uvicorn.server import ServerState
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Answer, ApiError, Headers, Limits
-from kvferry.router.guard import ClientGone, Quota, address_of
+from kvferry.router.guard import ClientGone, Quota, address_of, end_if_silent
 from kvferry.router.http1 import (
     HeadTooLong,
     HttpError,
@@ -105,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # event loops have their own classes
         peer = transport.get_extra_info("peername")
         self.address = address_of(peer)
+        end_if_silent(self.transport, self.guard.limits.client_seconds)
         self.guard.admit(self)
 
     def opened(self) -> None:
@@ -415,7 +417,7 @@ class Guard:
     """All connections of one server."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
@@ -466,7 +468,7 @@ class Guard:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         for connections in self._stages.values():
-            for connection in [c for c in connections if c.overdue(now, self._limits)]:
+            for connection in [c for c in connections if c.overdue(now, self.limits)]:
                 connection.transport.abort()
         loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
 

@@ -27,8 +27,12 @@ from urllib.parse import quote, urlsplit
 
 from kvferry.errors import KvferryError
 from kvferry.router.api import Headers, StreamSink
+from kvferry.router.guard import end_if_silent
 from kvferry.router.http1 import AnswerHead, Body, HttpError, read_answer, split_head, write_head
 
+# After which an engine's host is given up. Probes are as fast, but speak of new connections alone:
+# a request there would wait for its own deadline, of up to half an hour.
+_SILENT_SECONDS = 30.0
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 # Read at a time. asyncio reads 256 KiB, and several such pieces would wait for every slow client.
 _READ_BYTES = 32 << 10
@@ -250,6 +254,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
+        end_if_silent(transport, _SILENT_SECONDS)
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
