@@ -25,7 +25,8 @@ and each stage has its deadline:
                                                                          or whose host is silent
 
 When an address or the router has no connection left, the oldest one at HEAD is closed, then the
-oldest one at BODY. So an incomplete request never keeps a complete one out.
+oldest one at BODY, unless its last answer is not read yet. So an incomplete request never keeps a
+complete one out.
 """
 
 from __future__ import annotations
@@ -159,12 +160,16 @@ class ClientConnection(asyncio.Protocol):
     def idle(self) -> bool:
         return self.request is None or self.request.answered
 
+    @property
+    def unread(self) -> bool:
+        """Whether its client has still to read the end of an answer."""
+        return self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+
     def overdue(self, now: float, limits: Limits) -> bool:
-        closing = self.transport.is_closing()
         if self.stage is Stage.HEAD:
-            unread = closing or self.transport.get_write_buffer_size() > 0
-            return now - self.since > (limits.client_seconds if unread else limits.header_seconds)
-        if not (self.write_paused or closing):
+            most = limits.client_seconds if self.unread else limits.header_seconds
+            return now - self.since > most
+        if not (self.write_paused or self.transport.is_closing()):
             self.since = now
         return now - self.since > limits.client_seconds
 
@@ -456,10 +461,11 @@ class Guard:
             connection.stage, connection.since = stage, connection.loop.time()
 
     def _close_oldest(self, address: str | None) -> bool:
-        """Close the oldest connection without a complete request; False if there is none."""
+        """Close the oldest connection without a complete request, or an answer that its client has
+        not read; False if there is none."""
         for stage in (Stage.HEAD, Stage.BODY):
             for connection in self._stages[stage]:
-                if address in (None, connection.address):
+                if address in (None, connection.address) and not connection.unread:
                     self.forget(connection)
                     connection.transport.abort()
                     return True
