@@ -67,6 +67,7 @@ _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
 _TOKEN_BYTES = 4
+_BEGINNING_BYTES = 16 * _TOKEN_BYTES
 _TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 
 
@@ -94,6 +95,11 @@ class PromptChain:
         self.tokens = len(self._packed) // _TOKEN_BYTES
         # Tuples: the collector of garbage does not look into them, as it does into lists.
         self._digests: dict[int, tuple[Digest, ...]] = {}
+
+    @property
+    def beginning(self) -> bytes:
+        """The first tokens, which tell most prompts apart that have nothing in common."""
+        return self._packed[:_BEGINNING_BYTES]
 
     def digests(self, block_tokens: int) -> tuple[Digest, ...]:
         """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
