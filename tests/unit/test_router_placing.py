@@ -400,6 +400,22 @@ def test_an_estimate_has_the_blocks_that_the_engine_names():
         assert c.router.placing.index.stats()[d0].estimated_blocks == 10
 
 
+def test_an_estimate_is_no_larger_than_the_cache():
+    with routed(0, 1) as c:
+        c.decode[0].metrics = (
+            b"vllm:num_requests_running 0\n"
+            b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+        )
+        d0 = c.servers["d0"].url
+        wait_until(lambda: c.router.placing.meters[d0].metrics)
+        for number in range(4):
+            c.complete(prompt=ids(number, 640))
+        for number, cached in ((0, 0), (3, 624)):
+            c.complete(prompt=ids(number, 640))
+            assert last_decision(c).chosen.cached_tokens == cached
+        assert c.router.placing.index.stats()[d0].estimated_blocks <= 100
+
+
 def test_a_word_that_is_no_way_to_place_names_the_option():
     with pytest.raises(DescriptionError, match="--place must be cost or load; found 'fastest'"):
         RouterConfig((), ("h:1",), place="fastest")

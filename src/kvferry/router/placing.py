@@ -162,7 +162,8 @@ class Placer:
         """An engine gets a prompt, which it will hold."""
         if self._fleet.get(engine) is not None:  # else it was removed, and its requests go on
             told = self.meters[engine].metrics
-            self.index.sent(engine, chain, 0 if told is None else told.block_tokens)
+            sizes = (0, 0) if told is None else (told.block_tokens, told.cache_tokens)
+            self.index.sent(engine, chain, *sizes)
 
     # Engines come and go
 
