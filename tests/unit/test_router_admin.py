@@ -21,7 +21,13 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.router.api import COMMAND_LINE, ApiError, EngineSpec, RouterConfig
-from kvferry.router.fleet.sources import Sources, WatchedFile, addresses, read_fleet, reconcile
+from kvferry.router.fleet.sources import (
+    Sources,
+    WatchedFile,
+    addresses_to_dial,
+    read_fleet,
+    reconcile,
+)
 from kvferry.router.keys import EngineKey, Secrets, admin_token
 from router_cluster import (
     CHUNKS,
@@ -585,7 +591,7 @@ def test_names_are_resolved_again_and_again() -> None:
         assert urls("decode") == urls("prefill") == []
 
     asyncio.run(run())
-    assert "127.0.0.1" in asyncio.run(addresses("localhost", 80))
+    assert "127.0.0.1" in asyncio.run(addresses_to_dial("localhost", 80))
     for url in ("dns://h", "dns://h:80/path", "dns://me:s3cret@h:1", "dns://:80"):
         with pytest.raises(DescriptionError) as error:
             RouterConfig((), (url,))

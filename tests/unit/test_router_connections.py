@@ -8,11 +8,14 @@ import random
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import h11
 import pytest
@@ -541,6 +544,40 @@ def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
             assert not fleet.transport.connections and not fleet.engines
 
     asyncio.run(run())
+
+
+def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    over, lookup = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *more: Any, **named: Any) -> Any:
+        asked.append(host)
+        if host == "dead.example":
+            over.wait(20)
+        return lookup("127.0.0.1" if host == "good.example" else host, *more, **named)
+
+    monkeypatch.setattr("socket.getaddrinfo", slow)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        async with asking(bytes_of(WHOLE)) as (client, pool):
+            pool._connect_seconds = 0.2
+            dead = address_of_url("http://dead.example:1/health")
+            for _ in range(6):  # as probes do
+                with pytest.raises(NoConnection, match=r"no connection in 0\.2 s"):
+                    await pool.ask(dead, b"GET", [], b"")
+            pool._connect_seconds = 10.0
+            client.url = f"http://good.example:{client.url.rpartition(':')[2]}"
+            assert (await client.get()).content == b"ok"
+            assert asked.count("dead.example") == 1
+            over.set()
+
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
 
 
 def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:

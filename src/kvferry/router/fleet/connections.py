@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import select
+import socket
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,6 +74,13 @@ class EngineAddress:
     target: bytes
 
 
+async def addresses(name: str) -> list[str]:
+    """All addresses of a name, by the system's resolver on a thread of the event loop."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+
 @lru_cache(2048)  # eight routes of 256 engines
 def address_of_url(url: str) -> EngineAddress:
     parts = urlsplit(url)
@@ -99,6 +107,7 @@ class EngineTransport:
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
+        self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
         self.idle_count = 0
         self.connections: set[_Connection] = set()
 
@@ -179,13 +188,7 @@ class EngineTransport:
         late = asyncio.get_running_loop().time() + self._connect_seconds
         try:
             async with asyncio.timeout_at(min(late, until)):
-                # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, origin),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls if origin.secure else None,
-                )
+                return await self._connect_to_any(origin)
         except TimeoutError as error:
             if until < late:
                 raise
@@ -193,7 +196,35 @@ class EngineTransport:
             raise NoConnection(why, timed_out=True) from error
         except OSError as error:  # also an SSLError
             raise NoConnection(str(error)) from error
-        return connection
+
+    async def _connect_to_any(self, origin: EngineOrigin) -> _Connection:
+        """A connection to the first of a host's addresses that accepts one. Raises OSError."""
+        name = origin.host
+        is_address = ":" in name or name.replace(".", "").isdigit()
+        refusal = OSError(f"{name} has no address")
+        for host in [name] if is_address else await self._addresses(name):
+            try:
+                # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(self, origin),
+                    host,
+                    origin.port,
+                    ssl=self._tls if origin.secure else None,
+                    server_hostname=name if origin.secure else None,
+                )
+                return connection
+            except OSError as error:
+                refusal = error
+        raise refusal
+
+    async def _addresses(self, name: str) -> list[str]:
+        """By the system's resolver. A lookup cannot be stopped, and threads for them are few. So
+        there is one for each name, or a name that takes long would keep all others waiting."""
+        lookup = self._lookups.get(name)
+        if lookup is None:
+            lookup = self._lookups[name] = asyncio.ensure_future(addresses(name))
+            lookup.add_done_callback(lambda _: self._lookups.pop(name, None))
+        return await asyncio.shield(lookup)
 
     # Called by connections
 

@@ -21,7 +21,6 @@ import hashlib
 import ipaddress
 import json
 import logging
-import socket
 import tomllib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import EngineSpec, Limits
+from kvferry.router.fleet.connections import addresses
 from kvferry.router.fleet.engines import Fleet
 from kvferry.router.keys import warn_if_readable
 
@@ -94,7 +94,7 @@ class Sources:
 
     def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve | None = None) -> None:
         self.files: list[WatchedFile] = []
-        self.names = DnsNames(fleet, limits, resolve or addresses)
+        self.names = DnsNames(fleet, limits, resolve or addresses_to_dial)
         self._fleet = fleet
         self._limits = limits
 
@@ -281,9 +281,7 @@ class DnsNames:
         reconcile(self._fleet, spec.url, wanted)
 
 
-async def addresses(host: str, port: int) -> list[str]:
-    """All addresses of a name, by the system's resolver on a thread of the event loop."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    texts = {str(where[0]) for *_, where in found}
-    return [text for text in texts if not ipaddress.ip_address(text).is_link_local]
+async def addresses_to_dial(host: str, port: int) -> list[str]:
+    """All addresses of a name that mean the same on every host."""
+    found = await addresses(host)
+    return [text for text in found if not ipaddress.ip_address(text).is_link_local]
