@@ -580,6 +580,39 @@ def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(
         over.set()
 
 
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_an_engine_is_reached_while_its_name_cannot_be_looked_up(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, over, lookup = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def breaks(host: str, *more: Any, **named: Any) -> Any:
+        if host == "engine.example" and broken.is_set():
+            if how == "hangs":
+                over.wait(20)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return lookup("127.0.0.1" if host == "engine.example" else host, *more, **named)
+
+    monkeypatch.setattr("socket.getaddrinfo", breaks)
+
+    async def run() -> None:
+        async with asking(bytes_of(WHOLE, close=True)) as (client, _):
+            client.url = f"http://engine.example:{client.url.rpartition(':')[2]}"
+            assert (await client.get()).content == b"ok"
+            broken.set()
+            for _ in range(2):
+                assert (await client.get()).content == b"ok"
+            client.url = client.url.replace("engine", "other")
+            with pytest.raises(NoConnection):
+                await client.get()
+            over.set()
+
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
+
+
 def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:
     async def run() -> None:
         server = bytes_of(WHOLE)

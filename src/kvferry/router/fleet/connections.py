@@ -108,6 +108,7 @@ class EngineTransport:
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
         self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
+        self._addresses_of: dict[str, list[str]] = {}  # by name, as the last lookup found them
         self.idle_count = 0
         self.connections: set[_Connection] = set()
 
@@ -171,6 +172,7 @@ class EngineTransport:
 
     def close_idle(self, origin: EngineOrigin) -> None:
         """This server will get no requests soon."""
+        self._addresses_of.pop(origin.host, None)
         for connection in list(self._idle.get(origin, ())):
             connection.close()
 
@@ -218,13 +220,23 @@ class EngineTransport:
         raise refusal
 
     async def _addresses(self, name: str) -> list[str]:
-        """By the system's resolver. A lookup cannot be stopped, and threads for them are few. So
-        there is one for each name, or a name that takes long would keep all others waiting."""
+        """By the system's resolver, or the last ones if it fails or takes long: a name that cannot
+        be looked up says nothing about its engine. A lookup cannot be stopped, and threads for
+        them are few. So there is one for each name, or one name would keep the others waiting."""
         lookup = self._lookups.get(name)
         if lookup is None:
             lookup = self._lookups[name] = asyncio.ensure_future(addresses(name))
-            lookup.add_done_callback(lambda _: self._lookups.pop(name, None))
-        return await asyncio.shield(lookup)
+            lookup.add_done_callback(lambda done: self._looked_up(name, done))
+        known = self._addresses_of.get(name)
+        await asyncio.wait({lookup}, timeout=self._connect_seconds / 2 if known else None)
+        if known is None or (lookup.done() and lookup.exception() is None):
+            return lookup.result()
+        return known
+
+    def _looked_up(self, name: str, lookup: asyncio.Future[list[str]]) -> None:
+        del self._lookups[name]
+        if not lookup.cancelled() and lookup.exception() is None:
+            self._addresses_of[name] = lookup.result()
 
     # Called by connections
 
