@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import pytest
 import uvicorn
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import Generation
+from kvferry.router.api import ApiError, Generation
 from kvferry.router.cache import prompts as prompts_module
 from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
@@ -352,6 +353,24 @@ async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
         said = [{"role": "user", "content": "x", "tool_calls": calls}]
         assert await ask(prompts, engine, CHAT, messages=said) is None, calls
     assert prompts.counts["unsupported"] == 8 and not prompts.counts["failed"]
+
+
+@with_engine
+async def test_values_that_are_nested_too_deeply_are_the_clients_fault(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    """The interpreter's limit counts the callers too, so it may be met late."""
+    engine.ways = ("tokenize",)
+    for depth in range(sys.getrecursionlimit() - 80, sys.getrecursionlimit()):
+        nested = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
+        body = b'{"messages": [{"content": "x"}], "chat_template_kwargs": %b}' % nested
+        try:
+            found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
+        except ApiError:
+            break
+        assert isinstance(found, AskedPrompt)
+        await prompts.chain(engine.url, found, [])
+    assert not prompts.counts["failed"]  # other versions of Python have another limit
 
 
 @with_engine

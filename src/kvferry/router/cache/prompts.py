@@ -251,7 +251,11 @@ class PromptChains:
         url = f"{engine.url}/tokenize"
         try:
             body = asked.to_tokenize()
-        except (ValueError, TypeError) as error:  # the request's fault, and not the engine's
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # the request's fault
             raise ValueError(str(error)) from None
         answer = await self._call(b"POST", url, body, headers, until)
         if answer:
