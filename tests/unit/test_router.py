@@ -821,9 +821,14 @@ def test_configurations_that_are_refused() -> None:
         ((), ("ftp://h",)),
         ((), ("http://h:port",)),
         ((), ("http://h/?a=1",)),
+        ((), ("http://gpu..local:1",)),
+        ((), (f"dns://{'long' * 20}.local:1",)),
     ):
         with pytest.raises(DescriptionError):
             RouterConfig(prefill, decode)
+    for port in (0, 65536):
+        with pytest.raises(DescriptionError, match="expected tcp://host:port"):
+            RouterConfig((), ("h:1",), events=(f"h:1=tcp://h:{port}",))
     with pytest.raises(DescriptionError) as error:
         base_url("http://me:s3cret@h:1")
     assert "s3cret" not in str(error.value)

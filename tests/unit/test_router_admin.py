@@ -21,7 +21,13 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.router.api import COMMAND_LINE, ApiError, EngineSpec, RouterConfig
-from kvferry.router.fleet.sources import Sources, WatchedFile, addresses, read_fleet, reconcile
+from kvferry.router.fleet.sources import (
+    Sources,
+    WatchedFile,
+    addresses_to_dial,
+    read_fleet,
+    reconcile,
+)
 from kvferry.router.keys import EngineKey, Secrets, admin_token
 from router_cluster import (
     CHUNKS,
@@ -519,6 +525,29 @@ def test_a_watched_file_is_used_when_its_contents_change(tmp_path: Path) -> None
     assert used == [b"1", b"1", b"2"] and file.problem == ""
 
 
+def test_a_file_that_another_source_was_in_the_way_of_is_used_later(tmp_path: Path) -> None:
+    fleet, path = decoders("a"), tmp_path / "fleet.json"
+    sources = Sources(fleet, quick())
+
+    def write(*names: str) -> None:
+        said = [{"url": f"http://{name}", "roles": ["decode"]} for name in names]
+        path.write_text(json.dumps({"engines": said}))
+
+    write("b")
+    sources.watch_fleet(path)
+    (file,) = sources.files
+    other = fleet.add(EngineSpec("http://c", frozenset(["decode"]), source="the admin API"))
+    write("b", "c")
+    for _ in range(3):
+        file.look()
+    assert (file.used, file.refused) == (1, 1) and "named by the admin API" in file.problem
+    fleet.remove(other)
+    file.look()
+    assert (file.used, file.refused, file.problem) == (2, 1, "")
+    added = fleet.get("http://c")
+    assert added is not None and added.spec.source == str(path)
+
+
 def test_names_are_resolved_again_and_again() -> None:
     found: dict[str, Any] = {"d.example": ["10.0.0.1", "fd00::1"], "p.example": ["10.0.0.9"]}
 
@@ -562,7 +591,7 @@ def test_names_are_resolved_again_and_again() -> None:
         assert urls("decode") == urls("prefill") == []
 
     asyncio.run(run())
-    assert "127.0.0.1" in asyncio.run(addresses("localhost", 80))
+    assert "127.0.0.1" in asyncio.run(addresses_to_dial("localhost", 80))
     for url in ("dns://h", "dns://h:80/path", "dns://me:s3cret@h:1", "dns://:80"):
         with pytest.raises(DescriptionError) as error:
             RouterConfig((), (url,))

@@ -8,11 +8,14 @@ import random
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import h11
 import pytest
@@ -532,7 +535,7 @@ def test_a_burst_to_one_engine_leaves_room_for_the_others() -> None:
 def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
     async def run() -> None:
         async with asking(bytes_of(WHOLE)) as (client, _):
-            urls = (client.url.removesuffix("/x"), "http://bü..cher:9")  # one has no name in DNS
+            urls = (client.url.removesuffix("/x"), "http://bücher.invalid:9")
             fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
             await fleet.check(fleet.engines[0])
             assert fleet.transport.idle_count == 1
@@ -541,6 +544,73 @@ def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
             assert not fleet.transport.connections and not fleet.engines
 
     asyncio.run(run())
+
+
+def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    over, lookup = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *more: Any, **named: Any) -> Any:
+        asked.append(host)
+        if host == "dead.example":
+            over.wait(20)
+        return lookup("127.0.0.1" if host == "good.example" else host, *more, **named)
+
+    monkeypatch.setattr("socket.getaddrinfo", slow)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        async with asking(bytes_of(WHOLE)) as (client, pool):
+            pool._connect_seconds = 0.2
+            dead = address_of_url("http://dead.example:1/health")
+            for _ in range(6):  # as probes do
+                with pytest.raises(NoConnection, match=r"no connection in 0\.2 s"):
+                    await pool.ask(dead, b"GET", [], b"")
+            pool._connect_seconds = 10.0
+            client.url = f"http://good.example:{client.url.rpartition(':')[2]}"
+            assert (await client.get()).content == b"ok"
+            assert asked.count("dead.example") == 1
+            over.set()
+
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_an_engine_is_reached_while_its_name_cannot_be_looked_up(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, over, lookup = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def breaks(host: str, *more: Any, **named: Any) -> Any:
+        if host == "engine.example" and broken.is_set():
+            if how == "hangs":
+                over.wait(20)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return lookup("127.0.0.1" if host == "engine.example" else host, *more, **named)
+
+    monkeypatch.setattr("socket.getaddrinfo", breaks)
+
+    async def run() -> None:
+        async with asking(bytes_of(WHOLE, close=True)) as (client, _):
+            client.url = f"http://engine.example:{client.url.rpartition(':')[2]}"
+            assert (await client.get()).content == b"ok"
+            broken.set()
+            for _ in range(2):
+                assert (await client.get()).content == b"ok"
+            client.url = client.url.replace("engine", "other")
+            with pytest.raises(NoConnection):
+                await client.get()
+            over.set()
+
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
 
 
 def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:

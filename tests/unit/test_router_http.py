@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -11,7 +12,11 @@ from contextlib import contextmanager, suppress
 
 import h11
 import pytest
+from uvicorn.server import ServerState
 
+from kvferry.router.api import Answer, Limits
+from kvferry.router.app import connections_of
+from kvferry.router.clients import ClientRequest
 from kvferry.router.http1 import (
     MAX_HEAD_BYTES,
     Body,
@@ -408,6 +413,31 @@ def test_a_client_that_leaves(how: str, when: str) -> None:
         c.expect("held_bytes", count=0)
         if when != "body":
             wait_until(lambda: c.decode[0].seen[0].done == "aborted")
+
+
+def test_an_answer_that_is_not_read_yet_is_not_cut_for_a_new_client() -> None:
+    size = 16 << 20  # more than the kernel takes
+
+    async def route(request: ClientRequest) -> None:
+        request.answer(Answer(200, [], bytes(size)))
+
+    async def run() -> int:
+        loop, state = asyncio.get_running_loop(), ServerState()
+        made = connections_of({"/": route}, Limits(max_connections=2, address_share=1.0))
+        server = await loop.create_server(lambda: made(server_state=state), "127.0.0.1", 0)
+        at = server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*at)
+        writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        others = [await asyncio.open_connection(*at) for _ in range(2)]
+        assert await others[0][0].read() == b""  # idle, and so it gave way
+        whole = len(await reader.readexactly(size))
+        for _, other in [(reader, writer), *others]:
+            other.close()
+        server.close()
+        return whole
+
+    assert asyncio.run(run()) == size
 
 
 def test_a_stream_that_its_client_reads_at_once_is_counted_as_ok() -> None:

@@ -7,6 +7,7 @@ Prompts are token ids, so no engine is asked for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from kvferry.router.choice import Decision
 from kvferry.router.flow import Router
 from kvferry.router.placing import RequestWay, read_metrics
 from kvferry.router.rates import EngineMeter, EngineMetrics
-from router_cluster import WHOLE, Cluster, FakeEngine, cluster, quick
+from router_cluster import CHUNKS, WHOLE, Cluster, FakeEngine, cluster, quick
 from waiting import wait_until
 
 LIMITS = quick(metrics_seconds=0.02, tokenize_seconds=5.0, chunk_seconds=60.0)
@@ -161,6 +162,26 @@ def test_an_engine_that_had_nothing_of_what_it_was_sent_is_not_believed_again():
         c.complete(prompt=ids(0, 960))
         assert last_decision(c).chosen.cached_tokens == 640, "what it computed since is there"
         c.expect("prompt_tokens_total", 'source="local"', count=640)
+
+
+def test_a_prompt_that_another_request_has_not_computed_yet_empties_no_cache():
+    with routed(0, 1) as c, ThreadPoolExecutor(1) as pool:
+        c.complete(prompt=ids(0, 320))
+        engine = c.decode[0]
+        engine.script = ["gate"]
+        first = pool.submit(c.complete, prompt=ids(9, 640), stream=True)
+        wait_until(lambda: len(asked(engine)) == 2)
+        engine.cached = 0  # it has not computed the first one
+        c.complete(prompt=ids(9, 640))
+        assert last_decision(c).chosen.cached_tokens > 0
+        for _ in CHUNKS:
+            engine.gate.release()
+        assert first.result().content == b"".join(CHUNKS)
+        c.complete(prompt=ids(0, 640))
+        assert last_decision(c).chosen.cached_tokens == 320
+        c.complete(prompt=ids(9, 960))
+        assert last_decision(c).chosen.cached_tokens == 0, "now it was restarted"
+        wait_until(lambda: not c.router.placing.unsure)
 
 
 def test_a_removed_engine_leaves_nothing_behind():
@@ -377,6 +398,22 @@ def test_an_estimate_has_the_blocks_that_the_engine_names():
         wait_until(lambda: c.router.placing.meters[d0].metrics)
         c.complete(prompt=ids(1, 640))
         assert c.router.placing.index.stats()[d0].estimated_blocks == 10
+
+
+def test_an_estimate_is_no_larger_than_the_cache():
+    with routed(0, 1) as c:
+        c.decode[0].metrics = (
+            b"vllm:num_requests_running 0\n"
+            b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+        )
+        d0 = c.servers["d0"].url
+        wait_until(lambda: c.router.placing.meters[d0].metrics)
+        for number in range(4):
+            c.complete(prompt=ids(number, 640))
+        for number, cached in ((0, 0), (3, 624)):
+            c.complete(prompt=ids(number, 640))
+            assert last_decision(c).chosen.cached_tokens == cached
+        assert c.router.placing.index.stats()[d0].estimated_blocks <= 100
 
 
 def test_a_word_that_is_no_way_to_place_names_the_option():

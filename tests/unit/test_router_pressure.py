@@ -103,12 +103,58 @@ def test_turns_of_those_who_left_go_to_others() -> None:
         assert desk.served == ["x2"]
         assert not await desk.ask("x3", seconds=0.01)
         assert desk.turns.waiting == 0
-        again = asyncio.create_task(desk.ask("x4"))
+        again, other = (asyncio.create_task(desk.ask(n, b)) for n, b in (("x4", "a"), ("x5", "b")))
         await settle()
-        desk.turns.stir()
-        assert not await again and not desk.turns.waiting
+        desk.turns.stir(lambda besides: besides == "a")
+        assert not await again and not other.done() and desk.turns.waiting == 1
+        desk.turns.stir(lambda besides: True)
+        assert not await other and not desk.turns.waiting
 
     asyncio.run(run())
+
+
+def test_a_request_does_not_wait_for_an_engine_that_is_lost() -> None:
+    """`a` failed the request, and `b`, for which it waits, goes down."""
+
+    async def run() -> None:
+        fleet = decoders("ab", quick(max_running=1, recover_after=1))
+        a, b = fleet.engines
+        for engine in (a, b):
+            engine.probed_well()
+            engine.in_flight = 1
+        line = asyncio.create_task(fleet.turns.wait("x", {a}, 30.0))
+        everyone = asyncio.create_task(fleet.turns.wait("y", {b}, 30.0))
+        await settle()
+        b.failed("gone", refused=True)
+        await settle()
+        assert line.done() and not line.result()
+        assert not everyone.done()
+        everyone.cancel()
+
+    asyncio.run(run())
+
+
+def test_waiting_requests_end_with_the_last_decode_engine() -> None:
+    token = "t" * 20
+    limits = quick(max_running=1, queue_seconds=60.0)
+    with cluster(limits=limits, token=token) as c, ThreadPoolExecutor(2) as pool:
+        c.decode[0].always = "gate"
+        running = pool.submit(c.complete, stream=True)
+        wait_until(lambda: len(c.decode[0].seen) == 1)
+        waiting = pool.submit(c.complete)
+        c.expect("waiting", count=1)
+        changed = c.client.patch(
+            "/admin/engines",
+            params={"url": c.servers["d0"].url},
+            json={"roles": ["prefill"]},
+            headers={"authorization": f"Bearer {token}"},
+        )
+        assert changed.status_code == 200
+        answer = waiting.result(10)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_engine")
+        for _ in CHUNKS:
+            c.decode[0].gate.release()
+        assert running.result().content == b"".join(CHUNKS)
 
 
 def test_the_line_is_bounded_in_total_and_for_one_client() -> None:

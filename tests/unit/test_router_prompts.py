@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import pytest
 import uvicorn
 
 from kvferry.errors import DescriptionError
-from kvferry.router.api import Generation
+from kvferry.router.api import ApiError, Generation
 from kvferry.router.cache import prompts as prompts_module
 from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
@@ -191,6 +192,15 @@ async def test_token_ids_need_no_engine_but_its_models(
 
 
 @with_engine
+async def test_token_ids_that_would_stop_all_streams_are_not_read(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    assert same(await ask(prompts, engine, prompt=[ord("x")] * 1000), "x" * 1000)
+    assert await ask(prompts, engine, prompt=[ord("x")] * (2 << 20)) is None
+    assert prompts.counts["unsupported"] == 1
+
+
+@with_engine
 async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: PromptChains) -> None:
     poet = await ask(prompts, engine, prompt="hello", model="poet")
     assert same(poet, "hello", Namespace(lora="poet"))
@@ -343,6 +353,47 @@ async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
         said = [{"role": "user", "content": "x", "tool_calls": calls}]
         assert await ask(prompts, engine, CHAT, messages=said) is None, calls
     assert prompts.counts["unsupported"] == 8 and not prompts.counts["failed"]
+
+
+@with_engine
+async def test_values_that_are_nested_too_deeply_are_the_clients_fault(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    """The interpreter's limit counts the callers too, so it may be met late."""
+    engine.ways = ("tokenize",)
+    for depth in range(sys.getrecursionlimit() - 80, sys.getrecursionlimit()):
+        nested = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
+        body = b'{"messages": [{"content": "x"}], "chat_template_kwargs": %b}' % nested
+        try:
+            found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
+        except ApiError:
+            break
+        assert isinstance(found, AskedPrompt)
+        await prompts.chain(engine.url, found, [])
+    assert not prompts.counts["failed"]  # other versions of Python have another limit
+
+
+@with_engine
+async def test_a_template_that_a_client_sends_is_never_run_here(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    templates: list[Any] = []
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: Any, **given: Any) -> str:
+            templates.append(given.pop("chat_template", "its own"))
+            return "x"
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1, 2]
+
+    prompts._tokenizer = local = LocalTokenizer.__new__(LocalTokenizer)  # without a model
+    local._thread, local._tokenizer = ThreadPoolExecutor(1), Tokenizer()
+    assert await ask(prompts, engine, CHAT, messages=HELLO) is not None
+    theirs = {"chat_template": "{{ 'x' * 9999999 }}"}
+    for more in (theirs, {"chat_template_kwargs": theirs}):
+        assert await ask(prompts, engine, CHAT, messages=HELLO, **more) is None, more
+    assert templates == ["its own"] and prompts.counts["unsupported"] == 2
 
 
 def test_an_engine_that_is_silent_or_gone_costs_little() -> None:

@@ -240,7 +240,7 @@ def _many(value: bytes) -> bool:
 
 # Configuration
 
-_TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):\d{1,5}", re.ASCII)
+_TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
 _LEAST_WEIGHT = 0.001
 COMMAND_LINE = "the command line"  # as a source of engines
 _WITHOUT_EFFECT = ("max_engines",)  # limits of earlier versions
@@ -268,7 +268,7 @@ class Limits:
     body_seconds: float = 60.0  # for the whole body
     progress_seconds: float = 5.0  # in which at least progress_bytes of a body must come
     progress_bytes: int = 16 << 10
-    client_seconds: float = 60.0  # for a client to take 64 KiB of its answer
+    client_seconds: float = 60.0  # for a client to take 64 KiB, or its host to be silent
 
     connect_seconds: float = 3.0
     prefill_seconds: float = 300.0  # the whole prefill: queueing, computing, answering
@@ -348,7 +348,8 @@ class EngineSpec:
             address = getattr(self, name)
             if address is None:
                 continue
-            if not _TCP_ADDRESS.fullmatch(address):
+            found = _TCP_ADDRESS.fullmatch(address)
+            if found is None or not 0 < int(found[2]) < 1 << 16:
                 raise DescriptionError(
                     f"{name} of {self.url} is {address!r:.80}; expected tcp://host:port"
                 )
@@ -461,7 +462,8 @@ def base_url(text: str) -> str:
         )
     try:
         parts = urlsplit(text.strip() if "://" in text else f"http://{text.strip()}")
-        named = bool(parts.hostname) and parts.port != 0  # a bad port raises ValueError
+        # A bad port raises ValueError, and so does a host that no lookup takes, such as a..b.
+        named = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError as error:
         raise DescriptionError(f"cannot read the engine's address {text!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not named or parts.query or parts.fragment:

@@ -22,9 +22,11 @@ and each stage has its deadline:
     BODY     the headers are complete, the body is not                   see `guard.read_body`
     SERVING  the request is complete, its answer is not                  `client_seconds` for a
                                                                          client that does not read
+                                                                         or whose host is silent
 
 When an address or the router has no connection left, the oldest one at HEAD is closed, then the
-oldest one at BODY. So an incomplete request never keeps a complete one out.
+oldest one at BODY, unless its last answer is not read yet. So an incomplete request never keeps a
+complete one out.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from uvicorn.server import ServerState
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import Answer, ApiError, Headers, Limits
-from kvferry.router.guard import ClientGone, Quota, address_of
+from kvferry.router.guard import ClientGone, Quota, address_of, end_if_silent
 from kvferry.router.http1 import (
     HeadTooLong,
     HttpError,
@@ -105,6 +107,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # event loops have their own classes
         peer = transport.get_extra_info("peername")
         self.address = address_of(peer)
+        end_if_silent(self.transport, self.guard.limits.client_seconds)
         self.guard.admit(self)
 
     def opened(self) -> None:
@@ -157,12 +160,16 @@ class ClientConnection(asyncio.Protocol):
     def idle(self) -> bool:
         return self.request is None or self.request.answered
 
+    @property
+    def unread(self) -> bool:
+        """Whether its client has still to read the end of an answer."""
+        return self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+
     def overdue(self, now: float, limits: Limits) -> bool:
-        closing = self.transport.is_closing()
         if self.stage is Stage.HEAD:
-            unread = closing or self.transport.get_write_buffer_size() > 0
-            return now - self.since > (limits.client_seconds if unread else limits.header_seconds)
-        if not (self.write_paused or closing):
+            most = limits.client_seconds if self.unread else limits.header_seconds
+            return now - self.since > most
+        if not (self.write_paused or self.transport.is_closing()):
             self.since = now
         return now - self.since > limits.client_seconds
 
@@ -415,7 +422,7 @@ class Guard:
     """All connections of one server."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.most = _connections_by_files(limits)
         self._quota = Quota(self.most, limits.address_share)
         # By stage; connections that reached the stage first come first.
@@ -454,10 +461,11 @@ class Guard:
             connection.stage, connection.since = stage, connection.loop.time()
 
     def _close_oldest(self, address: str | None) -> bool:
-        """Close the oldest connection without a complete request; False if there is none."""
+        """Close the oldest connection without a complete request, or an answer that its client has
+        not read; False if there is none."""
         for stage in (Stage.HEAD, Stage.BODY):
             for connection in self._stages[stage]:
-                if address in (None, connection.address):
+                if address in (None, connection.address) and not connection.unread:
                     self.forget(connection)
                     connection.transport.abort()
                     return True
@@ -466,7 +474,7 @@ class Guard:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         for connections in self._stages.values():
-            for connection in [c for c in connections if c.overdue(now, self._limits)]:
+            for connection in [c for c in connections if c.overdue(now, self.limits)]:
                 connection.transport.abort()
         loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
 

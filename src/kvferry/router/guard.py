@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
@@ -30,6 +32,7 @@ from typing import Any, Literal
 import anyio
 
 from kvferry.errors import KvferryError
+from kvferry.net.names import KEEPALIVE_PROBES, keep_alive
 from kvferry.router.api import ApiError, Headers, Limits
 
 Lack = Literal["address", "all"]  # which limit is reached
@@ -44,6 +47,7 @@ _COPIES = 2
 # The first bytes of each request are free: a prompt of usual size must get in while large uploads
 # use up the memory. `max_connections` bounds how often this is granted.
 _FREE_BYTES = 64 << 10
+_MOST_SILENT_SECONDS = 3600  # of a connection; the kernel's own bound is half a day
 RETRY_SECONDS = 1.0  # after a refusal; requests end all the time
 _ENDS = 64  # last requests that ended, from which the time until the next turn is estimated
 # Bounds of that estimate, which is a client's Retry-After.
@@ -60,6 +64,16 @@ def address_of(client: tuple[Any, ...] | None) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((int(address), 64), strict=False))
+
+
+def end_if_silent(transport: asyncio.BaseTransport, seconds: float) -> None:
+    """Have the kernel end a connection whose other host is silent for `seconds`, such as one that
+    lost its power or its network. A host with a slow process is not silent."""
+    sock = transport.get_extra_info("socket")
+    whole = min(max(2, math.ceil(seconds)), _MOST_SILENT_SECONDS)
+    keep_alive(sock, whole // 2, max(1, whole // 2 // KEEPALIVE_PROBES))
+    # Of what was sent: else the kernel sends it again for a quarter of an hour.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * whole)
 
 
 class Quota:
@@ -267,13 +281,13 @@ class Turns:
                 found.turn.set_result(True)
                 gave = True
 
-    def stir(self) -> None:
-        """Let all look again, in their order."""
-        for line in self._line.values():
-            for waiting in line:
+    def stir(self, hopeless: Callable[[Collection[Any]], bool]) -> None:
+        """Let those look again, in their order, who wait in vain without the engines `besides`."""
+        for client, line in list(self._line.items()):
+            for waiting in [w for w in line if hopeless(w.besides)]:
+                self._leave(client, waiting)
                 if not waiting.turn.done():
                     waiting.turn.set_result(False)
-        self._line.clear()
 
     def ended(self) -> None:
         """A request ended, and left room."""

@@ -94,6 +94,8 @@ class Placer:
         )
         self._fleet, self._limits = fleet, config.limits
         self._random = Random()
+        # Prompts that an engine was sent and has not computed yet, by how they begin.
+        self.unsure = Counter[tuple[str, bytes]]()
         self._followers: dict[str, EventStreams] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
@@ -160,7 +162,8 @@ class Placer:
         """An engine gets a prompt, which it will hold."""
         if self._fleet.get(engine) is not None:  # else it was removed, and its requests go on
             told = self.meters[engine].metrics
-            self.index.sent(engine, chain, 0 if told is None else told.block_tokens)
+            sizes = (0, 0) if told is None else (told.block_tokens, told.cache_tokens)
+            self.index.sent(engine, chain, *sizes)
 
     # Engines come and go
 
@@ -257,6 +260,7 @@ class RequestWay:
         self._stream: StreamVisit | None = None
         self._computed_on: str | None = None
         self._unsure: str | None = None  # was sent the prompt, and has not answered yet
+        self._shared = False  # another request with this beginning was there, not computed yet
         self._handed_tokens = 0  # that the decode engine loads from another one
         self._asked_at = 0.0
         self._events = 0
@@ -315,7 +319,7 @@ class RequestWay:
 
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
-        self._unsure = None
+        self._settle()
         self._computed()
         self._read_cached(answer)
 
@@ -336,7 +340,7 @@ class RequestWay:
             return
         now = time.monotonic()
         self.actual_seconds = now - self._begun
-        self._unsure = None
+        self._settle()
         self._stream.first()
         if self._handed_tokens:
             self._stream.meter.received(self._handed_tokens, now - self._asked_at)
@@ -356,7 +360,7 @@ class RequestWay:
     def served(self, *, handed_over: bool) -> None:
         """The request was answered well: what it got from where counts from now on."""
         placing = self._placing
-        self._unsure = None
+        self._settle()
         if self._streamed and self._events > 1:
             placing.meters.answered(self._events)
         if self.decision is None:
@@ -407,7 +411,7 @@ class RequestWay:
         if self._prefill is not None:
             self._prefill.dropped()
             self._prefill = None
-        engine, self._unsure = self._unsure, None
+        engine = self._settle()
         if engine is not None and self._chain is not None:
             index = self._placing.index
             if index.state(engine) != "live":  # else its events tell how far it came
@@ -416,8 +420,21 @@ class RequestWay:
     def _believe(self, engine: str) -> None:
         """An engine that gets a prompt will hold it, unless it fails."""
         if self._chain is not None:
+            self._settle()
             self._placing.sent(engine, self._chain)
-            self._unsure = engine
+            key, unsure = (engine, self._chain.beginning), self._placing.unsure
+            self._unsure, self._shared = engine, key in unsure
+            unsure[key] += 1
+
+    def _settle(self) -> str | None:
+        """It is known what became of the prompt at an engine, which is returned."""
+        engine, self._unsure = self._unsure, None
+        if engine is not None and self._chain is not None:
+            key, unsure = (engine, self._chain.beginning), self._placing.unsure
+            unsure[key] -= 1
+            if not unsure[key]:
+                del unsure[key]
+        return engine
 
     def _read_cached(self, data: bytes) -> None:
         """What the engine that computed the prompt says it had of it, where it says that."""
@@ -428,7 +445,7 @@ class RequestWay:
         if self._cached or engine is None or chain is None or not self._held(engine):
             return
         index = self._placing.index
-        if index.state(engine) != "live":
+        if index.state(engine) != "live" and not self._shared:
             # Nothing of what it was sent is there: it was started again, or emptied.
             index.emptied(engine)
             self._placing.sent(engine, chain)

@@ -67,6 +67,7 @@ _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
 _TOKEN_BYTES = 4
+_BEGINNING_BYTES = 16 * _TOKEN_BYTES
 _TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 
 
@@ -94,6 +95,11 @@ class PromptChain:
         self.tokens = len(self._packed) // _TOKEN_BYTES
         # Tuples: the collector of garbage does not look into them, as it does into lists.
         self._digests: dict[int, tuple[Digest, ...]] = {}
+
+    @property
+    def beginning(self) -> bytes:
+        """The first tokens, which tell most prompts apart that have nothing in common."""
+        return self._packed[:_BEGINNING_BYTES]
 
     def digests(self, block_tokens: int) -> tuple[Digest, ...]:
         """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
@@ -207,7 +213,7 @@ class Publisher:
 
     engine: str
     estimate_tokens: int = 16  # in one block of an estimate, until the true size is known
-    capacity_blocks: int = 16_384  # of an estimate
+    capacity_blocks: int = 16_384  # of an estimate, until the true size is known
     view: Literal["live", "estimated", "lost"] = "estimated"
     replaying: bool = False
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
@@ -341,9 +347,12 @@ class CacheIndex:
             offer("", "pool", self._length(chain, slots, lengths))
         return list(best.values())
 
-    def sent(self, engine: str, chain: PromptChain, block_tokens: int = 0) -> None:
+    def sent(
+        self, engine: str, chain: PromptChain, block_tokens: int = 0, cache_tokens: int = 0
+    ) -> None:
         """A prompt was sent to an engine, which will hold it soon. `block_tokens`: of its blocks,
-        as its metrics say, for as long as no event does; 0: they do not say."""
+        as its metrics say, for as long as no event does. `cache_tokens`: all that its cache holds,
+        as they say. 0: they do not say."""
         part = self.part(engine)
         told = part.slots.get(("gpu", 0))
         size = block_tokens if told is None else told.block_tokens
@@ -351,6 +360,8 @@ class CacheIndex:
             self._drop_estimates(part, len(part.estimates))
             tokens = part.capacity_blocks * part.estimate_tokens
             part.estimate_tokens, part.capacity_blocks = size, max(1, tokens // size)
+        if cache_tokens > 0:
+            part.capacity_blocks = max(1, cache_tokens // part.estimate_tokens)
         ends = self._clock() + PENDING_SECONDS if part.view == "live" else math.inf
         estimates, digests = part.estimates, chain.digests(part.estimate_tokens)
         self._take_out(part, digests)

@@ -11,8 +11,9 @@ An adapter's name in `model` (engines say at `/v1/models` which names are adapte
 
 The tokens of a prompt are remembered, and equal prompts at the same time are asked for once.
 Requests wait for them no longer than `seconds`. An engine that fails several times in a row is not
-asked for a while. In all these cases, and for images, embeddings, and several prompts in one
-request, there is no chain: the request is placed without a view of its prefix, and never refused.
+asked for a while. In all these cases, and for images, embeddings, several prompts in one request,
+and more than 8 MiB of token ids, there is no chain: the request is placed without a view of its
+prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two requests for an engine's models, while a name is missing
 _RECHECK_SECONDS = 60.0  # until a route that an engine did not have is tried again
 _MOST_ANSWER_BYTES = 64 << 20
+# Of a prompt of token ids: 1.2 million tokens of a large vocabulary. A million take 30 ms of the
+# router's only thread and 60 MB, so a body of 64 MiB would stop all streams for more than a second.
+_MOST_IDS_BYTES = 8 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # The fields of a request that its tokens depend on.
@@ -247,7 +251,11 @@ class PromptChains:
         url = f"{engine.url}/tokenize"
         try:
             body = asked.to_tokenize()
-        except (ValueError, TypeError) as error:  # the request's fault, and not the engine's
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # the request's fault
             raise ValueError(str(error)) from None
         answer = await self._call(b"POST", url, body, headers, until)
         if answer:
@@ -333,7 +341,9 @@ class LocalTokenizer:
     def _chat(self, asked: AskedPrompt) -> list[int] | None:
         messages = asked.value("messages")
         plain = all(isinstance(message.get("content"), str | None) for message in messages)
-        if asked.truncated or not plain or "chat_template" in asked.fields:
+        values = asked.template_values()
+        # A client may also send a template among the values for it; vLLM refuses that.
+        if asked.truncated or not plain or "chat_template" in asked.fields.keys() | values.keys():
             return None
         for message in messages:
             for call in message.get("tool_calls") or ():
@@ -346,7 +356,7 @@ class LocalTokenizer:
             tokenize=False,
             add_generation_prompt=asked.value("add_generation_prompt") is not False,
             continue_final_message=bool(asked.value("continue_final_message")),
-            **asked.template_values(),
+            **values,
         )
         special = asked.value("add_special_tokens")
         return list(self._tokenizer.encode(text, add_special_tokens=bool(special)))
@@ -445,6 +455,8 @@ class AskedPrompt:
         raw = bytes(self.fields.get("prompt", b"")).strip()
         if not raw.startswith(b"["):
             return raw.startswith(b'"')
+        if len(raw) > _MOST_IDS_BYTES:
+            return False
         try:
             self.token_ids = _TOKEN_IDS.decode(raw)
         except msgspec.ValidationError:

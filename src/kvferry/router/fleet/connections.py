@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import select
+import socket
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,8 +28,12 @@ from urllib.parse import quote, urlsplit
 
 from kvferry.errors import KvferryError
 from kvferry.router.api import Headers, StreamSink
+from kvferry.router.guard import end_if_silent
 from kvferry.router.http1 import AnswerHead, Body, HttpError, read_answer, split_head, write_head
 
+# After which an engine's host is given up. Probes are as fast, but speak of new connections alone:
+# a request there would wait for its own deadline, of up to half an hour.
+_SILENT_SECONDS = 30.0
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 # Read at a time. asyncio reads 256 KiB, and several such pieces would wait for every slow client.
 _READ_BYTES = 32 << 10
@@ -69,6 +74,13 @@ class EngineAddress:
     target: bytes
 
 
+async def addresses(name: str) -> list[str]:
+    """All addresses of a name, by the system's resolver on a thread of the event loop."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+
 @lru_cache(2048)  # eight routes of 256 engines
 def address_of_url(url: str) -> EngineAddress:
     parts = urlsplit(url)
@@ -95,6 +107,8 @@ class EngineTransport:
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
         self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
+        self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
+        self._addresses_of: dict[str, list[str]] = {}  # by name, as the last lookup found them
         self.idle_count = 0
         self.connections: set[_Connection] = set()
 
@@ -158,6 +172,7 @@ class EngineTransport:
 
     def close_idle(self, origin: EngineOrigin) -> None:
         """This server will get no requests soon."""
+        self._addresses_of.pop(origin.host, None)
         for connection in list(self._idle.get(origin, ())):
             connection.close()
 
@@ -175,13 +190,7 @@ class EngineTransport:
         late = asyncio.get_running_loop().time() + self._connect_seconds
         try:
             async with asyncio.timeout_at(min(late, until)):
-                # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, origin),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls if origin.secure else None,
-                )
+                return await self._connect_to_any(origin)
         except TimeoutError as error:
             if until < late:
                 raise
@@ -189,7 +198,45 @@ class EngineTransport:
             raise NoConnection(why, timed_out=True) from error
         except OSError as error:  # also an SSLError
             raise NoConnection(str(error)) from error
-        return connection
+
+    async def _connect_to_any(self, origin: EngineOrigin) -> _Connection:
+        """A connection to the first of a host's addresses that accepts one. Raises OSError."""
+        name = origin.host
+        is_address = ":" in name or name.replace(".", "").isdigit()
+        refusal = OSError(f"{name} has no address")
+        for host in [name] if is_address else await self._addresses(name):
+            try:
+                # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(self, origin),
+                    host,
+                    origin.port,
+                    ssl=self._tls if origin.secure else None,
+                    server_hostname=name if origin.secure else None,
+                )
+                return connection
+            except OSError as error:
+                refusal = error
+        raise refusal
+
+    async def _addresses(self, name: str) -> list[str]:
+        """By the system's resolver, or the last ones if it fails or takes long: a name that cannot
+        be looked up says nothing about its engine. A lookup cannot be stopped, and threads for
+        them are few. So there is one for each name, or one name would keep the others waiting."""
+        lookup = self._lookups.get(name)
+        if lookup is None:
+            lookup = self._lookups[name] = asyncio.ensure_future(addresses(name))
+            lookup.add_done_callback(lambda done: self._looked_up(name, done))
+        known = self._addresses_of.get(name)
+        await asyncio.wait({lookup}, timeout=self._connect_seconds / 2 if known else None)
+        if known is None or (lookup.done() and lookup.exception() is None):
+            return lookup.result()
+        return known
+
+    def _looked_up(self, name: str, lookup: asyncio.Future[list[str]]) -> None:
+        del self._lookups[name]
+        if not lookup.cancelled() and lookup.exception() is None:
+            self._addresses_of[name] = lookup.result()
 
     # Called by connections
 
@@ -250,6 +297,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # other loops have their own classes
         if hasattr(transport, "max_size"):  # asyncio's own transports without TLS
             transport.max_size = _READ_BYTES
+        end_if_silent(transport, _SILENT_SECONDS)
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:

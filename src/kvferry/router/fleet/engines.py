@@ -31,7 +31,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -367,8 +367,7 @@ class Fleet:
         del self._engines[engine.url]
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
-        with suppress(UnicodeError):  # a host that is no name was never connected
-            self.transport.close_idle(address_of_url(engine.url).origin)
+        self.transport.close_idle(address_of_url(engine.url).origin)
         self._tell(engine, "removed")
 
     @contextmanager
@@ -402,10 +401,8 @@ class Fleet:
             if away is not None and away <= _LONGEST_START_SECONDS:
                 for role in engine.roles:
                     self._absences[role].append(away)
-        if kind in ("up", "changed"):
-            self.turns.give()
-        elif not self.some_up("decode"):
-            self.turns.stir()
+        self.turns.stir(lambda besides: not self.some_up("decode", besides))
+        self.turns.give()
         try:
             self.changed(engine, kind)
         except Exception:  # an error there must not keep the fleet from changing

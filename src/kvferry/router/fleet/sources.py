@@ -7,8 +7,8 @@ engine that an operator drained to stay is not taken back.
 
 The event loop reads files (`WatchedFile`) every `reload_seconds`, without inotify, so it also
 notices a file that is replaced, mounted anew or linked elsewhere. A file that cannot be used is
-refused with the reason in the log, and its former contents stay in force. At the start, the router
-ends instead.
+refused with the reason in the log, and its former contents stay in force. It is tried again at each
+look, because the reason may be another source. At the start, the router ends instead.
 
 Names (`dns://host:port`) are resolved every `dns_seconds`; each address is an engine. A name that
 cannot be resolved keeps its engines; probes find out whether they live.
@@ -21,7 +21,6 @@ import hashlib
 import ipaddress
 import json
 import logging
-import socket
 import tomllib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ import msgspec
 
 from kvferry.errors import DescriptionError, KvferryError
 from kvferry.router.api import EngineSpec, Limits
+from kvferry.router.fleet.connections import addresses
 from kvferry.router.fleet.engines import Fleet
 from kvferry.router.keys import warn_if_readable
 
@@ -94,7 +94,7 @@ class Sources:
 
     def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve | None = None) -> None:
         self.files: list[WatchedFile] = []
-        self.names = DnsNames(fleet, limits, resolve or addresses)
+        self.names = DnsNames(fleet, limits, resolve or addresses_to_dial)
         self._fleet = fleet
         self._limits = limits
 
@@ -169,7 +169,7 @@ class WatchedFile:
         self._digest = b""  # of the last contents, also if they were refused
 
     def read(self) -> None:
-        """Use the contents, if they are new. Raises DescriptionError."""
+        """Use the contents, if they are new or were refused. Raises DescriptionError."""
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MAX_FILE_BYTES + 1)
@@ -177,7 +177,7 @@ class WatchedFile:
             self._digest = b""
             raise DescriptionError(f"cannot read {self.path}: {error.strerror}") from None
         digest = hashlib.sha256(data).digest()
-        if digest == self._digest:
+        if digest == self._digest and not self.problem:
             return
         self._digest = digest
         if len(data) > _MAX_FILE_BYTES:
@@ -188,12 +188,12 @@ class WatchedFile:
 
     def look(self) -> None:
         """Read the file again. A file that cannot be used changes nothing."""
-        used = self.used
+        used, before = self.used, (self._digest, self.problem)
         try:
             self.read()
         except KvferryError as error:
-            if self._digest or str(error) != self.problem:  # a lost file fails every time
-                self.problem = str(error)
+            self.problem = str(error)
+            if (self._digest, self.problem) != before:
                 self.refused += 1
                 log.error(
                     "the %s file is not used, what it said before stays: %s", self.name, error
@@ -281,9 +281,7 @@ class DnsNames:
         reconcile(self._fleet, spec.url, wanted)
 
 
-async def addresses(host: str, port: int) -> list[str]:
-    """All addresses of a name, by the system's resolver on a thread of the event loop."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    texts = {str(where[0]) for *_, where in found}
-    return [text for text in texts if not ipaddress.ip_address(text).is_link_local]
+async def addresses_to_dial(host: str, port: int) -> list[str]:
+    """All addresses of a name that mean the same on every host."""
+    found = await addresses(host)
+    return [text for text in found if not ipaddress.ip_address(text).is_link_local]
