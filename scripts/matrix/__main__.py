@@ -1,5 +1,6 @@
 """Makes ``python scripts/matrix`` run the package, which imports itself as ``matrix``."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,4 +11,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 
 from matrix.run import main
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
 sys.exit(main())
