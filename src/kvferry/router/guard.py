@@ -68,7 +68,8 @@ def address_of(client: tuple[Any, ...] | None) -> str:
 
 def end_if_silent(transport: asyncio.BaseTransport, seconds: float) -> None:
     """Have the kernel end a connection whose other host is silent for `seconds`, such as one that
-    lost its power or its network. A host with a slow process is not silent."""
+    lost its power or its network. A slow process is silent only if it reads nothing for as long,
+    while its host has no room for more."""
     sock = transport.get_extra_info("socket")
     whole = min(max(2, math.ceil(seconds)), _MOST_SILENT_SECONDS)
     keep_alive(sock, whole // 2, max(1, whole // 2 // KEEPALIVE_PROBES))

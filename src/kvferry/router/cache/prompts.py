@@ -251,12 +251,8 @@ class PromptChains:
         url = f"{engine.url}/tokenize"
         try:
             body = asked.to_tokenize()
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ) as error:  # the request's fault
-            raise ValueError(str(error)) from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None  # the request's fault
         answer = await self._call(b"POST", url, body, headers, until)
         if answer:
             return _TOKENIZED.decode(answer).tokens
