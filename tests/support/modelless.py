@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,13 @@ from kvferry.vllm.worker import FerryWorker
 from vllm import SamplingParams
 
 TOKEN_BYTES = 8
+PER_REQUEST = (  # what vLLM's aggregator and its MultiConnector keep of requests
+    "_recv_remaining_count",
+    "_send_remaining_count",
+    "_failed_recving_pending",
+    "_extra_async_saves",
+    "_requests_to_connector",
+)
 MODEL = CacheModel("modelless", (Group("g", (0,), (Component("k", 1, (TOKEN_BYTES,), 1),)),))
 init_none_hash(sha256)
 
@@ -78,6 +86,13 @@ def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
 def in_window(tokens: list[int], window: int) -> list[tuple[int, int]]:
     """The tokens that the next one reads, with their positions."""
     return list(enumerate(tokens))[max(0, len(tokens) - window + 1) if window else 0 :]
+
+
+def child(name: str, **extra: Any) -> dict[str, Any]:
+    """One of ours, for a MultiConnector."""
+    extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+    ours = {"kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", **ours}
 
 
 class Modelless:
@@ -154,7 +169,8 @@ class Modelless:
             spec = SlidingWindowSpec(**told, dtype=torch.float32, sliding_window=window)
         groups = [KVCacheGroupSpec(["l"], spec)]
         if states:
-            state = MambaSpec(block_size=block_size, shapes=((8,),), dtypes=(torch.int8,))
+            # as long as a request: vLLM's, of states that are not cached
+            state = MambaSpec(block_size=longest, shapes=((8,),), dtypes=(torch.int8,))
             groups.append(KVCacheGroupSpec(["s"], state))
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
@@ -162,7 +178,8 @@ class Modelless:
             kv_cache_config=cache,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=block_size * dcp,
+            block_size=longest if states else block_size * dcp,  # of all groups
+            hash_block_size=block_size * dcp,
         )
         self.connector = self.scheduler.connector
         size = blocks * block_size * TOKEN_BYTES
@@ -220,7 +237,13 @@ class Modelless:
     @property
     def ferry(self) -> Any:
         """Our connector's scheduler side; of several, the first."""
-        return next(c for c in self.children if isinstance(c, FerryConnector) and c.STYLE).handover
+        return self.ferries[0]
+
+    @property
+    def ferries(self) -> list[Any]:
+        """The scheduler sides of all our connectors that hand over."""
+        ours = [c for c in self.children if isinstance(c, FerryConnector) and c.STYLE]
+        return [c.handover for c in ours]
 
     @property
     def workers(self) -> list[Any]:
@@ -229,7 +252,13 @@ class Modelless:
 
     def told(self, name: str) -> list[Any]:
         """A metric, step by step, of the steps that had something to tell of it."""
-        return [step[name] for step in self.stats if name in step]
+        several = len(self.children) > 1  # then each child's metrics are by its name
+        told = [one for step in self.stats for one in (step.values() if several else [step])]
+        return [one[name] for one in told if name in one]
+
+    def counted(self, name: str) -> Counter[str]:
+        """All that a metric counted, by reason."""
+        return sum((Counter(one) for one in self.told(name)), Counter())
 
     @property
     def parked_claims(self) -> int:
@@ -360,6 +389,40 @@ class Modelless:
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def left(self) -> dict[str, int]:
+        """What requests have left behind, without what there is none of. After them: nothing."""
+        kept = Counter(
+            blocks=self.used_blocks,
+            requests=len(self.scheduler.requests),
+            received=len(self.scheduler.finished_recving_kv_req_ids),
+        )
+        for ferry in self.ferries:
+            consuming, producing = ferry.consuming, ferry.producing
+            kept.update(
+                wanted=len(consuming.wanted),
+                unsettled=int(consuming.unsettled),
+                renewals=consuming.renewer.watched,
+                accepted=len(producing.accepted),
+                holds=len(producing.held),
+                held_blocks=producing.held_blocks,
+                ends=len(producing._ends),
+                orders=int(consuming.parts.orders.pending),
+            )
+        for worker in self.workers:
+            consumer, producer = worker._consumer, worker._producer
+            kept.update(
+                loads=int(consumer.busy),
+                abandoned=consumer.stats().abandoned_now,
+                open_holds=producer.open_holds,
+                parked_claims=producer.parked_claims,
+            )
+        vllm = [vars(self._aggregator)]  # which forgets what all workers have told
+        if len(self.children) > 1:
+            vllm.append(vars(self.connector))
+        for name in PER_REQUEST:
+            kept[name] = sum(len(there.get(name, ())) for there in vllm)
+        return {name: count for name, count in kept.items() if count}
 
     def close(self) -> None:
         for side in self.worker_sides:

@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
 
-    from modelless import Modelless, expected, run
+    from modelless import Modelless, child, expected, run
 
 from ipv6 import has_ipv6
 from kvferry.handover.consumer import ConsumerRank
@@ -679,13 +679,6 @@ def test_in_tree_mooncake_workers_find_no_address() -> None:
     expected = pytest.raises(zmq.ZMQError, match="run kvferry's connector on both sides")
     with zmq.Context() as context, context.socket(zmq.DEALER) as worker, expected:
         worker.connect(NOT_FOR_OTHERS)
-
-
-def child(name: str, **extra: Any) -> dict[str, Any]:
-    """One of ours, for a MultiConnector."""
-    extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
-    ours = {"kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": extra}
-    return {"kv_connector": name, "kv_role": "kv_both", **ours}
 
 
 class TestMulti:
