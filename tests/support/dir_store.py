@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +137,27 @@ class FaultyStore:
             return method(*args) if answer is None else answer
 
         return call
+
+
+class BadCalls:
+    """A fault for some calls of one name: they raise, lie, or hang until released."""
+
+    LIES: Mapping[str, Any] = {"exists": True, "put": Outcome.FULL, "get": Outcome.CORRUPT}
+
+    def __init__(self, name: str, how: str, calls: int) -> None:
+        self.name, self.how, self.left = name, how, calls
+        self.lock, self.released = threading.Lock(), threading.Event()
+
+    def __call__(self, keys: Any, *_: Any) -> Any:
+        with self.lock:
+            self.left -= 1
+            if self.left < 0:
+                return None
+        if self.how == "raises":
+            raise StoreError("a fault that was asked for")
+        if self.how == "lies" and self.name in self.LIES:
+            answers = [self.LIES[self.name]] * len(keys)
+            return np.array(answers) if self.name == "exists" else answers
+        if self.how == "hangs" and threading.current_thread() is not threading.main_thread():
+            self.released.wait(120)  # the main thread releases it
+        return None

@@ -1,14 +1,16 @@
 """vLLM's real scheduler and cache manager over the pool, with a model runner of our own.
 
 The runner computes nothing but bytes: what a token leaves in the cache is a function of all tokens
-up to it. Before it computes, it checks that the cache holds exactly that for every token that the
-scheduler takes for computed; so a wrong, stale or missing byte is noticed wherever it comes from.
+up to it, and of the engine's weights. In each step it checks that the cache holds exactly that for
+every token that the scheduler takes for computed; so a wrong, stale or missing byte is noticed
+wherever it comes from.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -44,7 +47,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.handover.describe import engine_info, rank_info
@@ -93,6 +96,19 @@ def content(tokens: list[int]) -> np.ndarray:
     return (mixed >> np.uint64(40)).astype(np.uint8).reshape(-1, LAYERS, HEADS, DIM)
 
 
+def answer(tokens: list[int]) -> int:
+    """The token that any engine says after these, whatever its weights."""
+    return int(content(tokens)[-1].astype(int).sum()) % 997
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What any engine must answer, computed without one."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(answer(tokens))
+    return tokens[len(prompt) :]
+
+
 def _extra(connector: str, pool: dict[str, Any]) -> dict[str, Any]:
     """The pool's keys where a connector has them."""
     if connector == "FerryConnector":
@@ -131,6 +147,7 @@ class SchedulerEngine:
         dcp: int = 1,
         order: str = "LBHNC",
         on_failure: str = "",
+        asynchronous: bool = False,
     ) -> None:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
@@ -168,6 +185,7 @@ class SchedulerEngine:
             ),
             kv_transfer_config=transfer,
         )
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM has none on a CPU
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.tensor_parallel_size = tp
         config.parallel_config.prefill_context_parallel_size = pcp
@@ -195,7 +213,7 @@ class SchedulerEngine:
         span, hash_size = resolve_kv_cache_block_sizes(cache, config)
         self._hasher = get_request_block_hasher(hash_size, sha256)
         with set_current_vllm_config(config):
-            self.scheduler = Scheduler(
+            self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
                 vllm_config=config,
                 kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
@@ -205,9 +223,9 @@ class SchedulerEngine:
             )
         self.connector = self.scheduler.connector
         several = connector == "MultiConnector"
-        pool = (self.connector._connectors[1] if several else self.connector).pool.pool
-        pool._open_store = self.open_store = open_store
-        self.pool, self.block_size = pool, block_size
+        self.adapter = (self.connector._connectors[1] if several else self.connector).pool
+        self.pool, self.block_size = self.adapter.pool, block_size
+        self.pool._open_store = self.open_store = open_store
         places = [(tp_rank, pcp_rank) for pcp_rank in range(pcp) for tp_rank in range(tp)]
         ranks = [cache_rank(config.parallel_config, 0, *place) for place in places]
         self.dcp, self.order = dcp, order
@@ -251,6 +269,13 @@ class SchedulerEngine:
         self.tables: dict[str, list[list[int]]] = {}  # of each group
         self.computed: dict[str, int] = {}  # tokens that were computed, not loaded or hit
         self.out: dict[str, list[int]] = {}
+        self.ended: dict[str, list[str]] = {}  # reasons: one, unless a request ends twice
+        # The bytes of a token also depend on the weights. Blocks in vLLM's own cache may be of any
+        # since the last reset that emptied it.
+        self.weights = self.oldest_weights = 0
+        self._loading: dict[str, tuple[int, int, int]] = {}  # weights, first token, and the end
+        self._in_flight: list[tuple[Any, ModelRunnerOutput]] = []
+        self._asynchronous = asynchronous
         self._reports: dict[str, int] = {}
         self.preempted = 0
         while not self.pool.started:
@@ -281,7 +306,23 @@ class SchedulerEngine:
         params.update_from_generation_config({}, None)
         request = Request(name, tokens, params, None, lora_request=lora, block_hasher=self._hasher)
         self.tokens[name], self.computed[name], self.out[name] = list(tokens), 0, []
+        self.ended[name] = []
         self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def change_weights(self) -> None:
+        """As an operator does it. The pool has a new epoch; vLLM keeps blocks if any are in use."""
+        emptied = self.scheduler.reset_prefix_cache(reset_connector=True)
+        self.weights += 1
+        if emptied:
+            self.oldest_weights = self.weights
+
+    def forget(self) -> None:
+        """Empty vLLM's own cache, of which nothing is in use."""
+        assert self.scheduler.reset_prefix_cache()
+        self.oldest_weights = self.weights
 
     def run(self, seconds: float = 30.0) -> None:
         """Steps until nothing is left to do, saves included."""
@@ -296,13 +337,31 @@ class SchedulerEngine:
             self.step()
 
     def step(self) -> None:
+        """One step; an asynchronous scheduler is told of it one step later."""
         output = self.scheduler.schedule()
+        self._in_flight.append((output, self._run_model(output)))
+        if not self._asynchronous or len(self._in_flight) > 1:
+            self._report(*self._in_flight.pop(0))
+
+    def _report(self, output: Any, results: ModelRunnerOutput) -> None:
+        for told in self.scheduler.update_from_output(output, results).values():
+            for one in told.outputs:
+                self.out[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.ended[one.request_id].append(str(one.finish_reason))
+
+    def _run_model(self, output: Any) -> ModelRunnerOutput:
         self.execute(output)
         metadata = output.kv_connector_metadata
         several = isinstance(metadata, MultiKVConnectorMetadata)
         if several:
             metadata = metadata.metadata[1]
         self.preempted += len(output.preempted_req_ids or ())
+        for order in metadata.pool.loads:
+            if order.segments:
+                first = min(segment.start for segment in order.segments)
+                stop = max(segment.stop for segment in order.segments)
+                self._loading[order.request_id] = (self.weights, first, stop)
         results = KVConnectorOutput()
         together, self._first = self._first, FerryReport()
         ended: dict[str, int] = {}
@@ -320,6 +379,9 @@ class SchedulerEngine:
             if self._reports[name] == len(self.workers):
                 del self._reports[name]
                 results.finished_recving = (results.finished_recving or set()) | {name}
+        for loaded in together.loaded:
+            if not loaded.ok:  # the engine may find the same tokens in its own cache
+                self._loading.pop(loaded.request_id, None)
         told: Any = together
         if several:
             sibling = FerryReport(together.handshakes)
@@ -331,24 +393,19 @@ class SchedulerEngine:
             request = self.scheduler.requests[name]
             done = request.num_computed_tokens  # after this step: schedule has advanced it
             if done >= len(self.tokens[name]):
-                token = int(content(self.tokens[name])[-1].astype(int).sum()) % 997
-                self.tokens[name].append(token)
-                self.out[name].append(token)
-                sampled.append([token])
+                sampled.append([answer(self.tokens[name])])
+                self.tokens[name] += sampled[-1]
             else:
                 sampled.append([])
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                kv_connector_output=results,
-            ),
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=results,
         )
 
     def execute(self, output: Any) -> None:
-        """Check what counts as computed, then compute."""
+        """Compute, and check what counts as computed before."""
         new = output.scheduled_new_reqs
         for request in new:
             self.tables[request.req_id] = [list(ids) for ids in request.block_ids]
@@ -361,32 +418,57 @@ class SchedulerEngine:
                     table += ids
         starts = [(r.req_id, r.num_computed_tokens) for r in new]
         starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        told = []
         for name, start in starts:
-            stop = start + output.num_scheduled_tokens[name]
-            rows = content(self.tokens[name][:stop])
+            rows = content(self.tokens[name][: start + output.num_scheduled_tokens[name]])
             for number, group in enumerate(self.model.groups):
+                mine = rows[:, list(group.layers)]
                 if group.is_state:
-                    self._advance(name, number, rows[:, list(group.layers)], start)
-                    continue
-                needed = group.residency.needed_from(start)
-                self._compute(name, number, rows[:, list(group.layers)], needed, start)
-            self.computed[name] += stop - start
+                    self._advance(name, number, mine, start)
+                else:
+                    self._compute(name, number, mine, start)
+                    told.append((name, number, mine, group.residency.needed_from(start), start))
+            self.computed[name] += len(rows) - start
+        for one in told:  # a request may read what another one computes in the same step
+            self._check(*one)
+        for name, _ in starts:
+            self._loading.pop(name, None)
 
-    def _compute(self, name: str, number: int, rows: np.ndarray, needed: int, start: int) -> None:
-        """One group: tokens from `needed` on must be there up to `start`; later ones are made."""
+    def _places(self, name: str, number: int, rank: int, positions: np.ndarray) -> Any:
+        """Block and slot of each of these tokens that a rank keeps, and the tokens."""
         table, span = np.asarray(self.tables[name][number]), self.block_size * self.dcp
+        positions = positions[positions % self.dcp == self.ranks[rank] % self.dcp]
+        block, slot = table[positions // span], positions % span // self.dcp
+        assert block.all(), f"{name}: a token that is needed has no block"
+        return block, slot, positions
+
+    def _compute(self, name: str, number: int, rows: np.ndarray, start: int) -> None:
+        """One group: make all tokens from `start` on."""
         for rank in range(len(self.workers)):
-            positions = np.arange(needed, len(rows))
-            positions = positions[positions % self.dcp == self.ranks[rank] % self.dcp]
-            block, slot = table[positions // span], positions % span // self.dcp
-            assert block.all(), f"{name}: a token that is needed has no block"
-            cells, old = self.cells(rank, number), int((positions < start).sum())
-            mine = self._mine(rows, rank)[positions]
-            held = cells[:, block, :, slot, :]  # token, layer, head, dim
+            block, slot, made = self._places(name, number, rank, np.arange(start, len(rows)))
+            new = self._mine(rows, rank)[made] ^ np.uint8(self.weights)
+            self.cells(rank, number)[:, block, :, slot, :] = new
+
+    def _check(self, name: str, number: int, rows: np.ndarray, needed: int, start: int) -> None:
+        """One group: tokens from `needed` on must be there up to `start`."""
+        for rank in range(len(self.workers)):
+            block, slot, old = self._places(name, number, rank, np.arange(needed, start))
+            held = self.cells(rank, number)[:, block, :, slot, :]  # token, layer, head, dim
+            mine = self._mine(rows, rank)[old]
             assert held.shape == mine.shape, (held.shape, mine.shape)
-            wrong = np.flatnonzero((held[:old] != mine[:old]).any(axis=(1, 2, 3)))
-            assert not len(wrong), f"{name}: token {positions[wrong[0]]} is not in the cache"
-            cells[:, block[old:], :, slot[old:], :] = mine[old:]
+            wrong = np.flatnonzero(~self._right(name, old, held, mine))
+            assert not len(wrong), f"{name}: token {old[wrong[0]]} is not in the cache"
+
+    def _right(
+        self, name: str, positions: np.ndarray, held: np.ndarray, mine: np.ndarray
+    ) -> np.ndarray:
+        """Whether each token's bytes are right. What was loaded is of the weights of that time."""
+        of_load, first, stop = self._loading.get(name, (0, 0, 0))
+        right = np.zeros(len(positions), dtype=bool)
+        for weights in range(self.oldest_weights, self.weights + 1):
+            same = (held == mine ^ np.uint8(weights)).all(axis=tuple(range(1, held.ndim)))
+            right |= same & ((weights >= of_load) | (positions < first) | (positions >= stop))
+        return right
 
     def _advance(self, name: str, number: int, rows: np.ndarray, start: int) -> None:
         """A recurrent state: the one after `start` tokens must be there; then the next is made."""
@@ -395,10 +477,11 @@ class SchedulerEngine:
             cells, mine = self.cells(rank, number), self._mine(rows, rank)
             if start:
                 held = cells[:, table[(start - 1) // self.block_size], :, 0, :]
-                assert (held == mine[start - 1]).all(), f"{name}: no state after token {start}"
+                right = self._right(name, np.array([start - 1]), held[None], mine[start - 1][None])
+                assert right.all(), f"{name}: no state after token {start}"
             block = table[(stop - 1) // self.block_size]
             assert block, f"{name}: the state after token {stop} has no block"
-            cells[:, block, :, 0, :] = mine[stop - 1]
+            cells[:, block, :, 0, :] = mine[stop - 1] ^ np.uint8(self.weights)
 
     @property
     def pinned(self) -> int:
@@ -409,6 +492,29 @@ class SchedulerEngine:
         """Blocks that anybody still refers to; the null block is always in use."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return sum(block.ref_cnt > 0 for block in pool.blocks if not block.is_null)
+
+    def left(self) -> dict[str, int]:
+        """What requests have left behind, without what there is none of. After them: nothing."""
+        lookups = self.pool._lookups
+        kept = Counter(
+            blocks=self.in_use,
+            pinned=self.pinned,
+            quarantined=self.pool.quarantined_blocks,
+            requests=len(self.scheduler.requests),
+            received=len(self.scheduler.finished_recving_kv_req_ids),
+            failed=len(self.scheduler.failed_recving_kv_req_ids),
+            trackers=len(self.pool._trackers),
+            known=len(self.adapter._requests),
+            questions=len(lookups._asked) if lookups is not None else 0,
+            jobs=len(self.pool._jobs),
+            loads=len(self.pool._loads),
+            orders=int(self.pool.has_work),
+            loads_of_workers=sum(len(worker._orders) for worker in self.workers),
+            running=sum(rank._loader.running + rank._saver.running for rank in self.pool_ranks),
+            told_in_part=len(self._reports),
+            children=len(getattr(self.connector, "_requests_to_connector", ())),
+        )
+        return {name: count for name, count in kept.items() if count}
 
     def close(self) -> None:
         self.connector.shutdown()

@@ -69,8 +69,7 @@ def keys_of(engine: SchedulerEngine, tokens: list[int]) -> list[FragmentKeys]:
 
 
 def ended(engine: SchedulerEngine) -> None:
-    assert engine.pinned == 0 and engine.in_use == 0
-    assert not engine.pool._trackers and not engine.pool.has_work
+    assert not engine.left()
 
 
 @pytest.mark.parametrize(
@@ -257,8 +256,6 @@ def test_a_store_that_hangs_does_not_stop_the_engine(
 
 def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     """vLLM counts tokens as computed before they are loaded: an abort must not save such blocks."""
-    from vllm.v1.request import RequestStatus
-
     first = make()
     first.add("a", prompt(1, 200))
     first.run()
@@ -267,7 +264,7 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
     second = make(tp=2)
     second.add("b", prompt(1, 200))
     second.until(reading.is_set)
-    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    second.abort("b")
     second.step()
     release.set()
     second.run()
@@ -281,8 +278,6 @@ def test_abort_while_loading_saves_nothing(make: Make, faults: Any) -> None:
 
 def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> None:
     """The store writes late into blocks whose request is long gone: nobody else has them."""
-    from vllm.v1.request import RequestStatus
-
     from kvferry.pool import rank as load_module
 
     monkeypatch.setattr(load_module, "HUNG_SECONDS", 0.1)
@@ -303,7 +298,7 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
     monkeypatch.setattr(second.connector, "get_kv_connector_stats", stats)
     second.add("b", prompt(1, 200))
     second.until(reading.is_set)
-    second.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    second.abort("b")
     second.until(
         lambda: "b" not in second.scheduler.requests, else_="the aborted request is never over"
     )
@@ -325,8 +320,6 @@ def test_abort_while_a_load_hangs(make: Make, faults: Any, monkeypatch: Any) -> 
 
 
 def test_abort_at_any_time(make: Make) -> None:
-    from vllm.v1.request import RequestStatus
-
     first = make()
     first.add("a", prompt(1, 200))
     first.run()
@@ -335,7 +328,7 @@ def test_abort_at_any_time(make: Make) -> None:
         engine.add("b", prompt(1, 200))
         for _ in range(steps):
             engine.step()
-        engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+        engine.abort("b")
         engine.run()
         ended(engine)
         engine.close()

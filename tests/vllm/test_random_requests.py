@@ -20,7 +20,6 @@ A failure shows its scenario, and what is left on both engines. Its seed is in t
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from modelless import Modelless, child, expected
 
+from seeds import SEEDS
 from tiny_models import make_model
 from vllm_engines import free_port
 from vllm_pairs import mooncake_decode, mooncake_prefill, push_decode, toy_proxy_prefill
@@ -50,8 +50,6 @@ STYLES = {
     "multi": "MultiConnector",  # of the first two, and each request has one of their styles
 }
 KINDS = ("calm", "aborts", "rough")
-FIRST = int(os.environ.get("SEED", 0))
-SEEDS = range(FIRST, FIRST + int(os.environ.get("SEEDS", 1 if "SEED" in os.environ else 2)))
 DEADLINE_SECONDS = 120.0  # an idle machine takes 1 or 2; a lease of LONG would end later
 LONG = {"lease_seconds": 600, "load_seconds": 300, "bootstrap_seconds": 60}
 NOT_A_FAULT = {"not held", "shape", "unfit"}  # P keeps to its limit; a load could not fill all
