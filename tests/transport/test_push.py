@@ -151,9 +151,12 @@ def test_an_engine_that_answers_no_offer_is_met_again(monkeypatch: pytest.Monkey
         assert error_of(d.load(hold(p, again), again)) == ""
 
 
-def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
+def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its patience began when it came, not when its hold did."""
-    ends: list[float] = []
+    seconds, ends = 12.0, list[float]()
+    monkeypatch.setattr(push, "CONNECT_SECONDS", seconds)  # so it may take half of what is left
 
     def drop(endpoint: bytes, deadline: float) -> Any:
         ends.append(deadline)  # when a source whose packets are dropped gives up
@@ -163,12 +166,12 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read() -> None:
         for rack in p.racks:
             rack.carrier.connect = drop
         begun = time.monotonic()
-        load = d.start(p.ticket(PROMPT), PROMPT, seconds=4.0)
+        load = d.start(p.ticket(PROMPT), PROMPT, seconds=seconds)
         wait_until(lambda: p.parked() == len(p.ranks))
-        time.sleep(max(0.0, begun + 2.1 - time.monotonic()))
+        time.sleep(max(0.0, begun + seconds / 2 + 0.1 - time.monotonic()))
         hold(p)
         (loaded,) = d.wait(load)[0]
-        assert len(ends) == len(p.ranks) and max(ends) < begun + 4.0
+        assert len(ends) == len(p.ranks) and max(ends) < begun + seconds
         assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPT) == 0
 
 
