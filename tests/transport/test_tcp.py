@@ -257,7 +257,7 @@ def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
             while silent:  # helpers of several transfers may have connected
                 silent.pop().close()
             asked()
-            return owner.carrier.serving == 2
+            return owner.carrier.serving >= 2
 
         wait_until(served)
     assert threads_left("kvferry-tcp") == []
