@@ -142,6 +142,9 @@ class StepEnd:
     def wait(self) -> None:
         self.end.wait()
 
+    def quiet(self) -> None:
+        pass
+
 
 def test_layers_that_are_final_early_are_copied_early(
     shared_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +188,7 @@ def test_layers_that_are_final_early_are_copied_early(
             last.wait()
             ended.append(time.monotonic())
 
-        fence = SimpleNamespace(ready=ready, wait=wait)
+        fence = SimpleNamespace(ready=ready, wait=wait, quiet=lambda: None)
         keys = [f"{name}/{n}" for n in range(pages)]
         deadline = time.monotonic() + 60
         assert store.put_after(keys, objects, deadline, fence) == [Outcome.DONE] * pages

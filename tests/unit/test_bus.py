@@ -412,10 +412,15 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     host_device.ahead[77] = computed
     if broken:
         monkeypatch.setattr(Bus, "out", lambda *_: (_ for _ in ()).throw(TransferError("lost")))
-    fence = SimpleNamespace(ready=Ready(77), wait=wait)
+    def quiet() -> None:
+        waited.append("for a quiet moment")
+        assert "device" in waited and not store.exists(names(some), soon()).any()
+
+    fence = SimpleNamespace(ready=Ready(77), wait=wait, quiet=quiet)
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert waited[0] == ("here" if broken else "device")
+    assert waited.count("for a quiet moment") == (not broken)  # though there are several parts
     host_device.ahead.clear()
     require_loaded(store, cache, final, 6)
 
@@ -448,7 +453,7 @@ def test_layers_that_are_final_early_are_copied_early(
     monkeypatch.setattr(buses.CudaStream, "copy_rows", counted)
     host_device.ahead.update({76: first_layers, 77: last_layers})
     early = RegionTable.of([MemoryRegion(cache.ctypes.data, 3 * layers.shape[1])])
-    fence = SimpleNamespace(ready=Ready(77, 76, early), wait=lambda: None)
+    fence = SimpleNamespace(ready=Ready(77, 76, early), wait=lambda: None, quiet=lambda: None)
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     assert copied == [2]
@@ -471,7 +476,7 @@ def test_what_was_copied_too_early_is_found(
 
     host_device.ahead.update({76: lambda: None, 77: computed})
     everything = RegionTable.of([MemoryRegion(cache.ctypes.data, cache.nbytes)])
-    fence = SimpleNamespace(ready=Ready(77, 76, everything), wait=lambda: None)
+    fence = SimpleNamespace(ready=Ready(77, 76, everything), wait=lambda: None, quiet=lambda: None)
     objects = blocks(cache, some)
     assert store.put_after(names(some), objects, soon(), fence) == [Outcome.DONE] * 6
     host_device.ahead.clear()

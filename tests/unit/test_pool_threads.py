@@ -157,6 +157,31 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
     assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
 
 
+def test_the_end_of_a_save_hurries_if_another_waits(store: Any) -> None:
+    quiet: list[str] = []
+
+    class Fenced(Store):
+        """Puts as a device does: in parts, whose ends may wait."""
+
+        register = access = put_bytes = get_bytes = remove = close = lambda *_: None
+
+        def put_after(self, keys: Any, objects: Any, deadline: float, fence: Any) -> list[Outcome]:
+            assert self.may_go.wait(20)
+            fence.quiet()
+            return super().put(keys, objects, deadline)
+
+    store = Fenced()
+    store.may_go.clear()
+    saver = Saver(store, PoolCounters())
+    for name in "abc":
+        fence: Any = SimpleNamespace(ready=None, wait=None, quiet=lambda n=name: quiet.append(n))
+        saver.start(SAVE, scope(), fence)
+    store.may_go.set()
+    wait_until(lambda: len(store.seen) == 3)
+    assert quiet == ["c"]
+    saver.close()
+
+
 def test_nobody_takes_the_place_of_a_stuck_thread(monkeypatch: Any) -> None:
     crew, go_on = Threads("kvferry-load", 1, most_stuck=4), threading.Event()
     stuck = crew.call(lambda: go_on.wait(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from kvferry.layout import CacheModel, Component, EngineShape, Group, Rank, Rank
 from kvferry.net.messages import EngineInfo, RankInfo
 from kvferry.pool.keys import KeyMetadata
 from kvferry.pool.orders import LoadOrder, PoolLoaded, Saved, SaveOrder, Scope
+from kvferry.pool.rank import Ended
 from kvferry.pool.scheduler import PoolLimits, PoolOrders
 from kvferry.pool.weights import Adapters, engine_weights
 from kvferry.vllm.check import sections
@@ -48,6 +50,7 @@ from kvferry.vllm.pool import worker as pool_worker
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler, _draft_ahead
 from kvferry.vllm.pool.worker import PoolWorker
+from waiting import require_for, wait_until
 
 BLOCK = 16
 
@@ -83,6 +86,44 @@ def test_loads_wait_for_a_step_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started(True, "a", "b") == ["recorded", "a", "reached", "b", "reached"]
     assert started(False, "a") == ["a"]
     assert started(True) == []
+
+
+@pytest.mark.parametrize("ahead", ["four layers", "the step", "idle"])
+def test_a_save_ends_when_the_engine_is_ahead_of_its_device(
+    ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while it prepares a step; and not never, if there is no other."""
+    monkeypatch.setattr(torch, "Event", lambda blocking=False: Recorded())
+    monkeypatch.setattr(pool_worker, "QUIET_SECONDS", 60.0)
+    fences: list[Any] = []
+    worker, saves = PoolWorker(PoolConfig()), [SaveOrder(1, (), 1.0)]
+    worker._rank = SimpleNamespace(  # type: ignore[assignment]
+        save=lambda order, fence: fences.append(fence), wait_done=lambda _: None, take=Ended
+    )
+    worker._on_device = True
+    worker._layers = pool_worker._Layers({f"layer {n}": torch.zeros(9) for n in range(8)})
+    worker.start(PoolOrders(saves=saves))
+    worker.launched()
+    (fence,) = fences
+    end = threading.Thread(target=fence.quiet)
+    end.start()
+    wait_until(lambda: not worker._quiet.is_set())
+    worker.start(PoolOrders(saves=saves), idle=True)
+    worker.results()
+    for number in range(3):
+        worker.layer_computed(f"layer {number}", saves)
+    require_for(0.05, end.is_alive)
+    if ahead == "four layers":
+        worker.layer_computed("layer 3", saves)
+    elif ahead == "the step":
+        worker.launched()
+    else:
+        worker.start(PoolOrders(), idle=True)
+        worker.results()
+    end.join(20)
+    assert not end.is_alive()
+    monkeypatch.setattr(pool_worker, "QUIET_SECONDS", 0.01)
+    fence.quiet()  # no step comes any more
 
 
 def test_saves_of_a_step_that_vllm_did_not_end() -> None:

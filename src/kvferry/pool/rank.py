@@ -236,7 +236,7 @@ class Saver:
         self._fenced = store if isinstance(store, FencedStore) else None
         self._most = Pace.of(store).save_objects
         self._ended = ended or threading.Event()
-        self._started = self._reported = 0  # jobs
+        self._started = self._begun = self._reported = 0  # jobs
         self._put = 0  # blocks of the job at hand
         self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
@@ -278,7 +278,10 @@ class Saver:
 
     def _run(self, order: SaveOrder, scope: RankScope, fence: Fence | None) -> None:
         failed, began = _all_blocks(order), time.monotonic()
-        timed = _TimedFence(fence) if fence is not None else None
+        self._begun += 1
+        timed = None
+        if fence is not None:
+            timed = _TimedFence(fence, hurry=lambda: self._started > self._begun)
         try:
             if self._closed:
                 self._counters.add("save_dropped")
@@ -373,10 +376,10 @@ class Saver:
 
 
 class _TimedFence:
-    """A fence that measures how long threads waited for it."""
+    """A fence that measures how long its thread waited, and hurries if other jobs wait."""
 
-    def __init__(self, fence: Fence) -> None:
-        self._fence, self.waited = fence, 0.0
+    def __init__(self, fence: Fence, hurry: Callable[[], bool]) -> None:
+        self._fence, self._hurry, self.waited = fence, hurry, 0.0
 
     @property
     def ready(self) -> Ready:
@@ -386,6 +389,12 @@ class _TimedFence:
         before = time.monotonic()
         self._fence.wait()
         self.waited += time.monotonic() - before
+
+    def quiet(self) -> None:
+        if not self._hurry():
+            before = time.monotonic()
+            self._fence.quiet()
+            self.waited += time.monotonic() - before
 
 
 def _all_blocks(order: SaveOrder) -> set[tuple[int, int]]:

@@ -117,6 +117,10 @@ class Fence(Protocol):
     def wait(self) -> None:
         """Wait until the device has passed it. Any thread may call this, any number of times."""
 
+    def quiet(self) -> None:
+        """Before work that nothing waits for: wait some milliseconds at most for a moment in which
+        the engine's own thread is ahead of its device."""
+
 
 @runtime_checkable
 class FencedStore(Store, Protocol):

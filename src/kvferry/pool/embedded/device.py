@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -110,15 +110,17 @@ class DeviceStore(StagedStore):
                     outcomes += self._ended(before, deadline, fence)
                 before = put
             if before is not None:
-                outcomes += self._ended(before, deadline, fence)
+                outcomes += self._ended(before, deadline, fence, last=True)
         return outcomes
 
-    def _ended(self, put: _Put, deadline: float, fence: Fence | None) -> list[Outcome]:
+    def _ended(
+        self, put: _Put, deadline: float, fence: Fence | None, *, last: bool = False
+    ) -> list[Outcome]:
         """The outcomes of a part, once it is over. If the bus failed, it goes through buffers."""
         if fence is not None:
             fence.wait()
         try:
-            return put.end()
+            return put.end(fence.quiet if fence is not None and last else None)
         except TransferError as error:
             log.warning("blocks are put through buffers: %s", text_of(error))
             return self._put_buffered(put.keys, put.objects, deadline, fence)
@@ -237,13 +239,19 @@ class _Put:
         except TransferError as error:
             self._error = error
 
-    def end(self) -> list[Outcome]:
-        """Wait for it, and publish what arrived. A `TransferError`: nothing of it was put."""
+    def end(self, quiet: Callable[[], None] | None = None) -> list[Outcome]:
+        """Wait for it, and publish what arrived. A `TransferError`: nothing of it was put.
+
+        quiet  waits for a moment in which the engine does not mind the work
+        """
         try:
             if self._error is not None:
                 raise self._error
             if self._crossing is not None:
-                self._granted.publish(self._sizes, self._crossing.finish())
+                hashes = self._crossing.finish()
+                if quiet is not None:
+                    quiet()
+                self._granted.publish(self._sizes, hashes)
         finally:
             self.close()
         return self._granted.outcomes

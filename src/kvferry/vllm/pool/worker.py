@@ -37,6 +37,9 @@ log = logging.getLogger("kvferry")
 # How long a step that computes nothing waits for the store. New requests wait at most this long,
 # and the store's threads have the interpreter to themselves.
 STEP_SECONDS = 0.002
+# A save ends a moment after its step, while the device waits for the engine's thread to prepare the
+# next one. So its last work waits until this many layers of a step are launched, but not for long.
+QUIET_LAYERS, QUIET_SECONDS = 4, 0.005
 LATE_SHARE = 8  # the last eighth of a step's layers is copied after the step, the others during it
 
 
@@ -53,6 +56,7 @@ class PoolWorker:
         self._on_device = False
         self._layers: _Layers | None = None  # on a device that waits by itself
         self._idle = self._was_idle = False
+        self._quiet = threading.Event()  # set when the engine's thread is ahead of its device
 
     def register(
         self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
@@ -112,8 +116,13 @@ class PoolWorker:
 
     def layer_computed(self, name: str, saves: list[SaveOrder]) -> None:
         """This layer of the blocks to save is computed, or queued on the device."""
-        if self._layers is not None:
-            self._layers.computed(name, saves)
+        if self._layers is not None and self._layers.computed(name, saves) == QUIET_LAYERS:
+            self._quiet.set()
+
+    def launched(self) -> None:
+        """All of a step is launched."""
+        self._quiet.set()
+        self.save()
 
     def save(self) -> None:
         """The step's blocks are computed, or queued on the device."""
@@ -131,7 +140,7 @@ class PoolWorker:
 
         blocking  a thread that waits sleeps, and wakes some ten microseconds later; else it spins
         """
-        return _DeviceFence(blocking) if self._on_device else None
+        return _DeviceFence(blocking, self._quiet) if self._on_device else None
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
@@ -139,6 +148,7 @@ class PoolWorker:
             return results
         # after a step that computes, the engine waits for its results, and must not wait here
         if self._idle and self._was_idle:
+            self._quiet.set()
             self._rank.wait_done(STEP_SECONDS)
         ended = self._rank.take()
         for loaded in ended.loaded:
@@ -180,9 +190,10 @@ class PoolWorker:
 class _DeviceFence:
     """A `Fence` in torch's current stream."""
 
-    def __init__(self, blocking: bool) -> None:
+    def __init__(self, blocking: bool, quiet: threading.Event) -> None:
         import torch
 
+        self._quiet = quiet
         self._event = torch.Event(blocking=blocking)
         self._event.record()
         self._one = threading.Lock()
@@ -198,6 +209,10 @@ class _DeviceFence:
     def wait(self) -> None:
         with self._one:  # one thread waits, and the others sleep: CUDA may wait by spinning
             self._event.synchronize()
+
+    def quiet(self) -> None:
+        self._quiet.clear()
+        self._quiet.wait(QUIET_SECONDS)
 
 
 class _Early(NamedTuple):
@@ -238,7 +253,8 @@ class _Layers:
         self._before = 0  # layers before the event
         self._known: tuple[int, list[str], RegionTable] | None = None  # of an earlier step
 
-    def computed(self, name: str, saves: list[SaveOrder]) -> None:
+    def computed(self, name: str, saves: list[SaveOrder]) -> int:
+        """Note a layer; returns how many of this step there are."""
         names = self._names
         if saves is not self._saves:
             names = self._names = []
@@ -250,6 +266,7 @@ class _Layers:
 
             self._event, self._before = torch.Event(), len(names)
             self._event.record()
+        return len(names)
 
     def take_early(self, saves: list[SaveOrder]) -> _Early | None:
         """The memory that the step of these saves has filled early."""
