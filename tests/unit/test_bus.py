@@ -412,6 +412,7 @@ def test_a_put_is_queued_before_its_bytes_are_final(
     host_device.ahead[77] = computed
     if broken:
         monkeypatch.setattr(Bus, "out", lambda *_: (_ for _ in ()).throw(TransferError("lost")))
+
     def quiet() -> None:
         waited.append("for a quiet moment")
         assert "device" in waited and not store.exists(names(some), soon()).any()
