@@ -48,7 +48,7 @@ class CacheProbe:
         """From now on, a read says that it begins, and does so a while later."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        for carrier in get_kv_transfer_group().worker._carriers:
+        for carrier in get_kv_transfer_group().worker.carriers:
             _delay(carrier)
         return {}
 

@@ -262,12 +262,12 @@ class Modelless:
 
     @property
     def parked_claims(self) -> int:
-        return sum(worker._producer.parked_claims for worker in self.workers)
+        return sum(worker.producer.parked_claims for worker in self.workers)
 
     @property
     def pushes(self) -> int:
         """What this engine wrote into others."""
-        return sum(worker._producer.counters["pushes done"] for worker in self.workers)
+        return sum(worker.producer.counters["pushes done"] for worker in self.workers)
 
     # Requests
 
@@ -410,7 +410,7 @@ class Modelless:
                 orders=int(consuming.parts.orders.pending),
             )
         for worker in self.workers:
-            consumer, producer = worker._consumer, worker._producer
+            consumer, producer = worker.consumer, worker.producer
             kept.update(
                 loads=int(consumer.busy),
                 abandoned=consumer.stats().abandoned_now,

@@ -363,7 +363,7 @@ class Gates:
             "threads": sum(_is_counted(thread.name) for thread in threading.enumerate()),
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "grants": sum(
-                len(rack.carrier._server.grants)
+                len(rack.carrier.server.grants)
                 for rack in self.racks
                 if isinstance(rack.carrier, TcpCarrier)
             ),

@@ -233,10 +233,10 @@ def test_closed_while_a_walk_hangs(
     begun = time.monotonic()
     one.store.close()
     assert time.monotonic() - begun < 10  # the disk answers after twenty
-    assert watcher.tiers.members.alive(me) and tiers.arena._fd >= 0
+    assert watcher.tiers.members.alive(me) and tiers.arena.fd >= 0
     with caplog.at_level(logging.WARNING):
         go_on.set()
-        wait_until(lambda: tiers.arena._fd < 0)
+        wait_until(lambda: tiers.arena.fd < 0)
     assert not watcher.tiers.members.alive(me)
     assert "failed" not in caplog.text
     assert watcher.put("a") == [Outcome.DONE]
@@ -349,7 +349,7 @@ def test_another_brings_it_up_right_after_me(
 
     with monkeypatch.context() as patch:
         patch.setattr(one.index, "count", meanwhile)
-        assert one.store._promote(row, soon())
+        assert one.store.promote(row, soon())
     assert one.index.state[row] == ix.PROMOTING and one.index.owner[row] == two.tiers.members.me
     two.store.close()
     one.store.close()

@@ -206,7 +206,7 @@ def test_a_number_of_gaps_that_cannot_be(place: Path, damage: Damage, gaps: int)
         place,
         f"""
 peer.put(1)
-index._header[9] = {gaps}
+index.header[9] = {gaps}
 outcomes = [peer.put(3), peer.put(3)]
 assert Outcome.DONE in outcomes or Outcome.EXISTS in outcomes, outcomes
 assert peer.get(3) is Outcome.DONE and peer.get(1) is Outcome.DONE
@@ -227,7 +227,7 @@ def test_a_flipped_length_in_a_record(
 assert peer.store.put_bytes("layout", b"x" * 5000, soon()) is Outcome.DONE
 if {tier!r} == "disk":
     at = np.array([row("layout")])
-    tiers._evict(at, soon())
+    tiers.evict_rows(at, soon())
     assert index.state[at[0]] == ix.DISK
 index.{field}[row("layout")] = {length}
 assert peer.store.get_bytes("layout", soon()) is None
@@ -258,7 +258,7 @@ def test_work_that_does_not_exist(place: Path, damage: Damage) -> None:
     damage(
         place,
         """
-index._header[14] = 99
+index.header[14] = 99
 tiers.disk.begin()
 assert tiers.disk.wait(30) and index.files_due == 0
 """,
@@ -275,12 +275,12 @@ def test_sizes_of_a_damaged_index(place: Path, damage: Damage, word: int, value:
         place,
         f"""
 peer.put(3)
-before = int(index._header[{word}])
-index._header[{word}] = {value}
+before = int(index.header[{word}])
+index.header[{word}] = {value}
 try: Peer(Path(sys.argv[1]))
 except StoreError: pass
 else: raise AssertionError("opened")
-index._header[{word}] = before
+index.header[{word}] = before
 assert peer.get(3) is Outcome.DONE
 assert peer.put(4) is Outcome.DONE and peer.get(4) is Outcome.DONE
 """,

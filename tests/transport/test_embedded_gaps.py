@@ -151,7 +151,7 @@ def test_the_system_gives_memory_without_the_lock(
         steps.append((first, first + size))
         if len(steps) == 1:
             also.start()
-        if fd == one.tiers.arena._fd:
+        if fd == one.tiers.arena.fd:
             with two.tiers.locked(soon()):
                 assert two.tiers.arena.backed() == first
             time.sleep(0.02)

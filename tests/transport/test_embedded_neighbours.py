@@ -221,14 +221,14 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
     def late(self: EmbeddedStore, key: str | None, row: int, need: object) -> Outcome:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(EmbeddedStore, "_read_file", read_file)
-            assert self._promote(row, soon())  # another thread brings it up
+            assert self.promote(row, soon())  # another thread brings it up
         index.state[row] = ix.MEMORY  # and the disk needed room
         name = index.names(np.array([row]))[0]
         assert peer.tiers.disk is not None
         peer.tiers.disk.remove([name])
         return read_file(self, key, row, need)  # type: ignore[arg-type]
 
-    promote = EmbeddedStore._promote
+    promote = EmbeddedStore.promote
     first = [True]
 
     def not_the_first(self: EmbeddedStore, row: int, deadline: float) -> bool:
@@ -239,7 +239,7 @@ def test_a_file_that_goes_while_its_object_comes_to_memory(tmp_path: Path) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EmbeddedStore, "_read_file", late)
-        patch.setattr(EmbeddedStore, "_promote", not_the_first)
+        patch.setattr(EmbeddedStore, "promote", not_the_first)
         assert peer.get(number) is Outcome.DONE
     assert peer.store.counters()["corrupt"] == 0
     assert np.count_nonzero(peer.memory[ROOM:]) > 0

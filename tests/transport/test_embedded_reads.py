@@ -160,7 +160,7 @@ def test_it_came_back_to_where_it_was(peer: Peer, monkeypatch: pytest.MonkeyPatc
         scribble(peer, 0, WHOLE)
 
     def promoted() -> None:
-        assert peer.store._promote(row, soon())
+        assert peer.store.promote(row, soon())
         assert int(tiers.index.offset[row]) == offset and tiers.index.state[row] == ix.BOTH
 
     interrupted(monkeypatch, 2, evicted, promoted)
@@ -316,7 +316,7 @@ else:
 for t in threads: t.join()
 assert [o.value for o in told] == ["done", "done"], told
 assert not other.tiers.members.alive(me), "no call has closed it"
-assert tiers.arena._fd == -1
+assert tiers.arena.fd == -1
 try:
     peer.store.exists(["old"], 0.0)
 except StoreError:

@@ -41,7 +41,7 @@ class Owner:
 
     def close(self) -> None:
         self.pulse.close()
-        self.tcp._server.close(0.5)
+        self.tcp.server.close(0.5)
 
 
 class User:

@@ -128,7 +128,7 @@ def test_a_closed_server_does_not_say_that_it_is_busy() -> None:
     end.carrier.close()
     ours, theirs = socket.socketpair()
     with ours:
-        assert not end.carrier._server.attach(theirs)
+        assert not end.carrier.server.attach(theirs)
         ours.settimeout(10)
         assert ours.recv(100) == b""
 
@@ -243,7 +243,7 @@ def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
     monkeypatch.setattr(tcp_carrier, "CONNECT_SECONDS", 60.0)
     owner, user = End(), End()
     peer, silent = user.carrier.connect(owner.carrier.endpoint(), soon()), list[socket.socket]()
-    monkeypatch.setattr(owner.carrier._server, "attach", lambda sock, _: silent.append(sock))
+    monkeypatch.setattr(owner.carrier.server, "attach", lambda sock, _: silent.append(sock))
     with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
 
         def asked() -> bool:
@@ -338,7 +338,7 @@ def test_a_request_may_wait_for_the_answer_before_it(
     owner, user = End(limits=ServerLimits(frame_seconds=0.2)), End()
     with contextlib.closing(owner.carrier), contextlib.closing(user.carrier):
         endpoint, size = owner.carrier.endpoint(), 256 << 10
-        listener = owner.carrier._server._listener
+        listener = owner.carrier.server._listener
         assert listener is not None
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * size)  # its sockets inherit it
         stream = user.carrier.connect(endpoint, soon()).take().stream
@@ -442,7 +442,7 @@ def _write_under_grants(owner: End, user: End) -> None:
         write(5000, 10, grant)
     write(9000, 100, other)  # others live on, on the same connection
     assert owner.carrier.close_grant(other, 5.0) == 100
-    assert len(owner.carrier._server.grants) == 0
+    assert len(owner.carrier.server.grants) == 0
     assert user.carrier.counters["writes"] == 0
     with pytest.raises(OutOfBounds):
         owner.carrier.open_grant(*ranges(owner, (SIZE - 5, 10)))
@@ -572,7 +572,7 @@ class Hanging(Elsewhere):
     def __init__(self, end: End) -> None:
         super().__init__(end.memory)
         self.uses, self.answers = 0, threading.Event()
-        end.carrier._server.memory = self
+        end.carrier.server.memory = self
 
     def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
         self.uses += 1

@@ -644,7 +644,7 @@ def test_what_is_on_disk_is_read_by_several_threads(
 def to_disk(store: EmbeddedStore, keys: list[str]) -> None:
     """Move these objects from memory to disk."""
     tiers = tiers_of(store)
-    tiers._evict(tiers.index.find(*buses_keys(keys)), soon())
+    tiers.evict_rows(tiers.index.find(*buses_keys(keys)), soon())
 
 
 def buses_keys(keys: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -116,10 +116,10 @@ class Told:
 def on_device(rank: Told, marks: list[Mark], *, late: bool) -> Any:
     """A worker whose device comes to these marks, one for each step that it records."""
     made: Any = worker.FerryWorker.__new__(worker.FerryWorker)
-    made._producer = made._consumer = rank
+    made.producer = made.consumer = rank
     made._place, made._written_late = CacheRank(Rank(0, 0), 1), late
     left = iter(marks)
-    made._ready = WhenReady(gpu=True, record=lambda: next(left))
+    made.ready = WhenReady(gpu=True, record=lambda: next(left))
     return made
 
 
@@ -142,7 +142,7 @@ def test_a_hold_is_readable_when_its_own_last_step_is_over(late: bool) -> None:
         rank.told.get(timeout=0.1)
     marks[2 if late else 0].reached.set()  # nothing was recorded for the steps without orders
     assert rank.next() == "load b"
-    made._ready.close()
+    made.ready.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -159,7 +159,7 @@ def test_what_need_not_wait_for_the_device_goes_out_at_once(late: bool) -> None:
     for mark in marks:
         mark.reached.set()
     assert [rank.next(), rank.next()] == ["load a", "load b"]
-    made._ready.close()
+    made.ready.close()
 
 
 @pytest.fixture(autouse=True)

@@ -131,7 +131,7 @@ class Device:
 
     def __init__(self, engine: Modelless) -> None:
         self.idle, self.worker = threading.Event(), engine.workers[0]
-        self.worker._ready = WhenReady(gpu=True, record=lambda: self)
+        self.worker.ready = WhenReady(gpu=True, record=lambda: self)
 
     def record(self) -> None: ...
 

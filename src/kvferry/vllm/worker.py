@@ -65,20 +65,20 @@ class FerryWorker:
         self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
-        self._carriers: list[Carrier] = []
-        self._producer: ProducerRank | None = None
-        self._consumer: ConsumerRank | None = None
+        self.carriers: list[Carrier] = []
+        self.producer: ProducerRank | None = None
+        self.consumer: ConsumerRank | None = None
         self.handshake: FerryHandshake | None = None
         self._idle = self._queueing = False
         self._wakeup = Wakeup()
-        self._ready = WhenReady(gpu=False)
+        self.ready = WhenReady(gpu=False)
         self._written_late = False  # see `written_late`
 
     def register(
         self, place: CacheRank, described: Described, kv_caches: Mapping[str, Any]
     ) -> None:
         number, regions = gpu_of(kv_caches), described.memory
-        self._ready = WhenReady(gpu=number is not None)
+        self.ready = WhenReady(gpu=number is not None)
         memory = memory_of(regions, gpu=number is not None)
         self.serve(place, described, memory, cache_carriers(self.config, regions, memory, number))
         log.info(
@@ -87,37 +87,37 @@ class FerryWorker:
             self.engine_id,
             described.layout.shape.describe(),
             described.summary(),
-            ", ".join(carrier.name for carrier in self._carriers),
+            ", ".join(carrier.name for carrier in self.carriers),
         )
 
     def serve(
         self, place: CacheRank, described: Described, memory: Memory, carriers: Sequence[Carrier]
     ) -> None:
         """Take part in hand-overs, with a cache that the carriers have registered."""
-        self._place, self._carriers = place, list(carriers)
+        self._place, self.carriers = place, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
         self._written_late = written_late(described.model)
         engine = engine_info(
             self.engine_id, self._incarnation, described.model, layout.shape, described.meaning
         )
-        self._producer = ProducerRank(
+        self.producer = ProducerRank(
             self._sockets,
             self._incarnation,
             host=self.config.host,
             lease_seconds=self.config.lease_seconds,
             memory=memory,
-            pusher=Pusher(engine, described.model, layout, bases, self._carriers),
+            pusher=Pusher(engine, described.model, layout, bases, self.carriers),
             wakeup=self._wakeup,
         )
-        self._producer.start()
-        self._consumer = ConsumerRank(
+        self.producer.start()
+        self.consumer = ConsumerRank(
             self._sockets,
             engine,
             described.model,
             layout,
             bases,
-            self._carriers,
+            self.carriers,
             zero=memory.zero,
             optional_roles=frozenset({"draft"} if self.config.draft_layers == "zero" else ()),
             checked=memory if self.config.checksums else None,
@@ -126,13 +126,13 @@ class FerryWorker:
             replica=place.replica,
             replicas=place.replicas,
         )
-        address = f"{self.config.host or '127.0.0.1'}:{self._producer.port}"
+        address = f"{self.config.host or '127.0.0.1'}:{self.producer.port}"
         info = rank_info(
             layout,
             bases,
             address,
             self._incarnation,
-            {carrier.name: carrier.endpoint() for carrier in self._carriers},
+            {carrier.name: carrier.endpoint() for carrier in self.carriers},
             offered(memory),
         )
         if place.replica:
@@ -160,7 +160,7 @@ class FerryWorker:
         waits for the last step that writes into them, but not for the steps queued since. If the
         device fails, loads fail, and waiting holds are closed as they open.
         """
-        producer, consumer = self._producer, self._consumer
+        producer, consumer = self.producer, self.consumer
         if producer is None or consumer is None:
             return
         self._idle, self._queueing = idle, queueing
@@ -181,11 +181,11 @@ class FerryWorker:
                 producer.withdraw(hold_id)
 
         if self._written_late or orders.loads:
-            self._ready.begin(step)
+            self.ready.begin(step)
         if not orders.pending:
             return
         if self._written_late:
-            self._ready.after(orders.written, produce)
+            self.ready.after(orders.written, produce)
         else:
             produce("")
         for request_id in orders.cancels:  # first: they are for loads of earlier orders
@@ -193,16 +193,16 @@ class FerryWorker:
         for ticket in orders.releases:  # no load that is wanted has the ticket
             consumer.release(ticket, "not needed")
         for load in orders.loads:
-            self._ready.after(step - 1, consumer.accept(load))
+            self.ready.after(step - 1, consumer.accept(load))
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
-        if self._producer is None or self._consumer is None:
+        if self.producer is None or self.consumer is None:
             return results
-        expecting = self._consumer.busy or self._producer.open_holds or self._queueing
+        expecting = self.consumer.busy or self.producer.open_holds or self._queueing
         self._wakeup.wait(IDLE_STEP_SECONDS if self._idle and expecting else 0.0)
         results.finished_sending, self._unread = self._unread, set()
-        for closed in self._producer.take_closed():
+        for closed in self.producer.take_closed():
             results.finished_sending.add(closed.request_id)
             self._closed[closed.request_id] = closed.why
             if closed.why == "expired":
@@ -213,7 +213,7 @@ class FerryWorker:
                         "had read it: they died, stalled, or cannot reach this engine"
                     )
                 log.warning("request %s: %s", closed.request_id, why)
-        for loaded in self._consumer.take_done():
+        for loaded in self.consumer.take_done():
             results.finished_recving.add(loaded.request_id)
             self._stats.loaded(loaded)
             if not loaded.ok:
@@ -223,9 +223,9 @@ class FerryWorker:
         return results
 
     def take_stats(self) -> FerryStats:
-        if self._producer is not None and self._consumer is not None:
-            loads = self._consumer.stats()
-            parked = self._producer.parked_claims
+        if self.producer is not None and self.consumer is not None:
+            loads = self.consumer.stats()
+            parked = self.producer.parked_claims
             told = (parked, loads.abandoned_now, loads.quarantined_blocks)
             levels = dict(zip(WORKER_LEVELS, told, strict=True))
             if levels != self._levels:
@@ -236,7 +236,7 @@ class FerryWorker:
         return self._stats.take()
 
     def close(self) -> None:
-        for part in (self._ready, self._consumer, self._producer, *self._carriers, self._sockets):
+        for part in (self.ready, self.consumer, self.producer, *self.carriers, self._sockets):
             try:
                 if part is not None:
                     part.close()

@@ -141,10 +141,10 @@ class TcpCarrier(GrantingCarrier):
         if memory is not None and is_staged(memory):
             usual = STAGED_STREAMS_PER_TRANSFER
         self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
-        self._server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
+        self.server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
         self._own_memory = memory is not None
         if memory is not None:
-            self._server.memory = memory
+            self.server.memory = memory
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
@@ -152,21 +152,21 @@ class TcpCarrier(GrantingCarrier):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        return self._server.counters
+        return self.server.counters
 
     @property
     def serving(self) -> int:
-        return self._server.serving
+        return self.server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        table = RegionTable.of([*self._server.regions.regions(), *regions])
+        table = RegionTable.of([*self.server.regions.regions(), *regions])
         if len(table) > MAX_REGIONS:
             raise TransferError(
                 f"{len(table)} separate regions; the tcp carrier takes at most {MAX_REGIONS}"
             )
         if not self._own_memory:
-            self._server.memory = HostMemory(table.regions())
-        self._server.regions = table
+            self.server.memory = HostMemory(table.regions())
+        self.server.regions = table
 
     def endpoint(self) -> bytes:
         """The first call begins to listen."""
@@ -184,7 +184,7 @@ class TcpCarrier(GrantingCarrier):
                         f"cannot listen on {self._host}:{self._port}: {error}"
                     ) from None
                 port = listener.getsockname()[1]
-                self._server.listen(listener)
+                self.server.listen(listener)
                 host = self._advertise or _reachable(self._host)
                 self._endpoint = msgspec.msgpack.encode(
                     TcpEndpoint("tcp", host, port, self.incarnation)
@@ -210,12 +210,12 @@ class TcpCarrier(GrantingCarrier):
         self, peer: TcpPeer, copies: Copies, *, reading: bool, grant: bytes = b""
     ) -> Transfer:
         def work(job: Job) -> None:
-            ours, theirs = self._server.regions, peer.regions
+            ours, theirs = self.server.regions, peer.regions
             arrays = checked(copies, ours=ours, theirs=theirs, reading=reading)
             total = sum(int(part.length.sum()) for part in arrays.windows())
             if total == 0:
                 return
-            memory = self._server.memory
+            memory = self.server.memory
             frame = min(max(total // FRAMES_PER_TRANSFER, LEAST_FRAME_BYTES), MAX_PAYLOAD_BYTES)
             streams = Streams(peer, job, reading=reading, grant=grant)
             try:
@@ -236,11 +236,11 @@ class TcpCarrier(GrantingCarrier):
         return peer.workers.submit(Job(work, "a tcp read" if reading else "a tcp write"))
 
     def open_grant(self, address: Ints, length: Ints) -> bytes:
-        self._server.regions.require("this carrier", address, length)
-        return self._server.grants.open(RegionTable.of_arrays(address, length))
+        self.server.regions.require("this carrier", address, length)
+        return self.server.grants.open(RegionTable.of_arrays(address, length))
 
     def close_grant(self, grant: bytes, seconds: float) -> int:
-        return self._server.grants.close(grant, seconds)
+        return self.server.grants.close(grant, seconds)
 
     def disconnect(self, peer: TcpPeer) -> None:
         with self._lock:
@@ -255,7 +255,7 @@ class TcpCarrier(GrantingCarrier):
             peers, self._peers = self._peers, []
         for peer in peers:
             peer.end_soon()
-        self._server.close(CANCEL_SECONDS)
+        self.server.close(CANCEL_SECONDS)
         for peer in peers:
             peer.close(max(0.0, until - time.monotonic()))
 

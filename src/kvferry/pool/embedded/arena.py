@@ -82,25 +82,25 @@ class Arena:
         self._index = index
         self.capacity = index.geometry.memory_bytes // ALIGN * ALIGN
         self._grow_after = 0.0
-        self._fd = open_private(path)
+        self.fd = open_private(path)
         try:
             if index.created:  # no other process has it mapped
-                os.ftruncate(self._fd, self.capacity)
-            found = os.fstat(self._fd).st_size
+                os.ftruncate(self.fd, self.capacity)
+            found = os.fstat(self.fd).st_size
             if found != self.capacity:
                 raise StoreError(
                     f"{path} has {found:,} bytes, and {self.capacity:,} by its index; one of them "
                     "is damaged; remove the store while no engine uses it"
                 )
-            self._map = mmap.mmap(self._fd, self.capacity)
+            self._map = mmap.mmap(self.fd, self.capacity)
         except (OSError, ValueError) as error:
-            os.close(self._fd)
+            os.close(self.fd)
             raise StoreError(
                 f"cannot map {self.capacity:,} bytes at {path}: {error}; give the store a smaller "
                 "memory capacity"
             ) from error
         except StoreError:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
@@ -182,7 +182,7 @@ class Arena:
     def _allocate(self, first: int, last: int) -> bool:
         """Whether the system has memory for these bytes of the file, which it then keeps for it."""
         try:
-            os.posix_fallocate(self._fd, first, last - first)
+            os.posix_fallocate(self.fd, first, last - first)
         except OSError as error:
             if error.errno not in NO_MEMORY:
                 raise StoreError(f"the memory tier cannot grow: {error}") from error
@@ -201,7 +201,7 @@ class Arena:
         first, last = first // page * page, -(-size // page) * page
         step = -(-(last - first) // (BACK_THREADS * page)) * page
         parts = [(at, min(last, at + step)) for at in range(first, last, max(step, page))]
-        free = os.fstatvfs(self._fd)
+        free = os.fstatvfs(self.fd)
         # If memory is short, take no pages: they could not be given back.
         if size - end <= free.f_bavail * free.f_frsize:
             with contextlib.suppress(KvferryError):  # no thread could be started
@@ -282,10 +282,10 @@ class Arena:
         return np.asarray(taken[first[best] : last[best]])
 
     def close(self) -> None:
-        if self._fd >= 0:
+        if self.fd >= 0:
             self._backers.close()
-            os.close(self._fd)
-            self._fd = -1
+            os.close(self.fd)
+            self.fd = -1
             # Views that a caller still holds keep the mapping; it goes with them.
             self._view.release()
             del self._bytes

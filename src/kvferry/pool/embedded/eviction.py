@@ -258,7 +258,7 @@ class Tiers:
                 victims = self._choose(pending, in_a_row=stuck > 1)
                 pending = [wish for wish in pending if not wish.declined]
                 if len(victims):
-                    self._evict(victims, deadline, lock_seconds)
+                    self.evict_rows(victims, deadline, lock_seconds)
                 elif not pending or (doubt and not self._reap(deadline, lock_seconds, now=True)):
                     break
                 doubt = stuck > 1 or len(victims) == 0
@@ -357,7 +357,7 @@ class Tiers:
         count = min(int(np.searchsorted(freed, goal)) + 1, len(order)) if goal else 0
         return np.asarray(rows[order[:count]])
 
-    def _evict(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
+    def evict_rows(self, rows: Ints, deadline: float, lock_seconds: float = math.inf) -> None:
         """Evict these from memory, to disk if there is a disk tier."""
         index, disk = self.index, self.disk
         with self.locked(deadline, lock_seconds):

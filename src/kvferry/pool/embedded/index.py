@@ -156,10 +156,10 @@ class _Word:
         self._at, self._least, self._most = at, least, most
 
     def __get__(self, index: SharedIndex, _: type | None = None) -> int:
-        return min(max(int(index._header[self._at]), self._least), self._most)
+        return min(max(int(index.header[self._at]), self._least), self._most)
 
     def __set__(self, index: SharedIndex, value: int) -> None:
-        index._header[self._at] = value
+        index.header[self._at] = value
 
 
 class SharedIndex:
@@ -222,7 +222,7 @@ class SharedIndex:
             first, at = at, at + count * np.dtype(dtype).itemsize
             return whole[first:at].view(dtype)
 
-        self._header = take(HEADER_WORDS, np.int64)
+        self.header = take(HEADER_WORDS, np.int64)
         self.learned = take(LEARNED_FLOATS, np.float64)
         self.gap_offset = take(MAX_GAPS, np.int64)
         self.gap_bytes = take(MAX_GAPS, np.int64)
@@ -233,11 +233,11 @@ class SharedIndex:
         self._mask = np.uint64(self.geometry.slots // WAYS - 1)
         self._low_rows = self.low.reshape(-1, WAYS)
         if self.created:
-            self._header[1:4] = (wanted.slots, wanted.memory_bytes, wanted.disk_bytes)
+            self.header[1:4] = (wanted.slots, wanted.memory_bytes, wanted.disk_bytes)
 
     def publish(self) -> None:
         """Everything is in place: other processes may open it now."""
-        self._header[0] = MAGIC
+        self.header[0] = MAGIC
 
     @staticmethod
     def _bytes(slots: int) -> int:
@@ -264,7 +264,7 @@ class SharedIndex:
     @property
     def store_id(self) -> str:
         """This store's identity; made when it is first asked for, with the lock."""
-        words = self._header[4:6]
+        words = self.header[4:6]
         if not words.any():
             words[:] = np.frombuffer(os.urandom(16), dtype=np.int64)
         return str(words.tobytes().hex())
@@ -272,18 +272,18 @@ class SharedIndex:
     @property
     def bar(self) -> tuple[float, float]:
         """The lowest score in memory when an object was last declined, and the time of that."""
-        score, when = self._header[12:14].view(np.float64).tolist()
+        score, when = self.header[12:14].view(np.float64).tolist()
         return score, when
 
     @bar.setter
     def bar(self, value: tuple[float, float]) -> None:
-        self._header[12:14].view(np.float64)[:] = value
+        self.header[12:14].view(np.float64)[:] = value
 
     def count(self, name: str, by: int = 1) -> None:
-        self._header[16 + COUNTERS.index(name)] += by
+        self.header[16 + COUNTERS.index(name)] += by
 
     def counters(self) -> dict[str, int]:
-        return {name: int(self._header[16 + at]) for at, name in enumerate(COUNTERS)}
+        return {name: int(self.header[16 + at]) for at, name in enumerate(COUNTERS)}
 
     # Records
 

@@ -438,7 +438,7 @@ class EmbeddedStore:
             elif state in (ix.DISK, ix.PROMOTING):
                 # Once only: if memory is short, others may demote it again before it is read.
                 worth_it = attempt == 0 and state == ix.DISK and need is not None
-                if worth_it and self._promote(row, deadline):
+                if worth_it and self.promote(row, deadline):
                     continue
                 generation = int(index.generation[row])  # the attempt has changed it
                 outcome = self._read_file(key, row, need)
@@ -470,7 +470,7 @@ class EmbeddedStore:
         address = int(np.frombuffer(image, dtype=np.uint8).ctypes.data)
         return serve(key, image, address, length, need)
 
-    def _promote(self, row: int, deadline: float) -> bool:
+    def promote(self, row: int, deadline: float) -> bool:
         """Bring an object from disk into memory; False if that was not possible."""
         tiers, index, disk = self._tiers, self._index, self._tiers.disk
         if disk is None or time.monotonic() < self._promote_after:
