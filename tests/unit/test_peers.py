@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
+from kvferry.errors import DeadlineExceeded
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.load import Introductions
-from kvferry.handover.peers import Known, PeerKey, Peers, Remote
-from kvferry.net.messages import RankInfo, Welcome
+from kvferry.handover.peers import Known, PeerKey, Peers, Remote, ask_directory
+from kvferry.net.messages import RankInfo, Refused, Welcome
 from kvferry.topology import TransferTopology
 
 KEY = PeerKey("p", "1", "h:1")
@@ -93,6 +95,21 @@ def test_an_engine_is_met_though_its_last_life_cannot_be_left(
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     assert people.meet(ticket, Deadline(time.monotonic() + 60)).remote.result(0) is new
     assert left == ["one", "two"] and caplog.text.count("was not given back") == 2
+
+
+def test_a_directory_that_was_starting_when_it_fell_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last answer says more than that the time was over."""
+    monkeypatch.setattr("kvferry.handover.peers.ASK_AGAIN_SECONDS", 0.0)
+    starting = Refused("busy", "no ranks yet")
+    answers: list[Future[Any]] = [Future(), Future()]
+    answers[0].set_result(starting)
+    caller: Any = SimpleNamespace(call=lambda *_: answers.pop(0))
+    engine = engine_info("d", "i", MLA, D, {})
+    assert ask_directory(caller, "h:1", engine, Deadline(time.monotonic() + 0.2), 60) is starting
+    assert answers == []
+    answers.append(Future())
+    with pytest.raises(DeadlineExceeded):  # one that never answered
+        ask_directory(caller, "h:1", engine, Deadline(time.monotonic() + 0.02), 60)
 
 
 LATENT = Component("latent", 1, (72,), 2, "replicated")

@@ -335,12 +335,19 @@ class Peers:
 def ask_directory(
     caller: Caller, directory: str, engine: EngineInfo, watch: Deadline, seconds: float
 ) -> ReplyBody:
-    """The directory's answer to our hello. Ask again while the engine's workers are starting."""
+    """The directory's answer to our hello. Ask again while the engine's workers are starting. If
+    there is no answer any more, the last one says best what is wrong."""
     last = min(watch.deadline, time.monotonic() + STARTING * seconds)
+    reply: ReplyBody | None = None
     while True:
         now = time.monotonic()
         brief = Deadline(min(watch.deadline, now + seconds), watch.given_up)
-        reply = brief.result(caller.call(directory, Hello(VERSION, engine), brief.deadline))
+        try:
+            reply = brief.result(caller.call(directory, Hello(VERSION, engine), brief.deadline))
+        except DeadlineExceeded:
+            if reply is None:
+                raise
+            return reply
         if not _is_starting(reply) or time.monotonic() + ASK_AGAIN_SECONDS >= last:
             return reply
         watch.pause(ASK_AGAIN_SECONDS)
