@@ -14,6 +14,7 @@ abort.
   tokens are known on which a draft model's bytes depend. Only the engine knows when a recurrent
   state is whole, and names its block then. Blocks are pinned until every rank has reported the job.
   If too many would be pinned, the request tries again in its next step, at the latest when it ends.
+  A state comes once: it has the room of a request that ends, or is not saved.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace.
 
 The scheduler's thread calls all methods. They never wait for the store, except `wait_for_lookup`.
@@ -307,18 +308,17 @@ class PoolScheduler:
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
+        chain, kinds, room = tracker.chain, self.layout.kinds, self._room(most)
+        each = sum(self.align_tokens // k.block_tokens for k in kinds if k.residency.kind != "state")
+        units = max(1, room // max(1, each)) if room >= min(each, most) else 0
+        last = start + units * self.align_tokens
+        # The engine offers a state once, so more may be pinned for it, as when a request is over.
+        lost = len(states) > max(0, self._room(self.limits.most_pinned_at_end))
+        if last < stop or lost:
+            self.counters.add("save_postponed")
+        states, stop = () if lost else states, min(last, stop)
         if start == stop and not states:
             return
-        chain, kinds = tracker.chain, self.layout.kinds
-        room = max(most, self._soon()) - self._saving.blocks
-        each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
-        if len(self._jobs) >= MOST_JOBS or room < min(each, most):
-            self.counters.add("save_postponed")
-            return
-        last = start + max(1, room // each) * self.align_tokens
-        if last < stop:
-            self.counters.add("save_postponed")
-            stop = last
         try:
             chain.cover(tokens, min(len(tokens), final + ahead))
         except DescriptionError as error:  # an engine without a tokenizer takes any number
@@ -331,6 +331,12 @@ class PoolScheduler:
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
+
+    def _room(self, most: int) -> int:
+        """How many more blocks may be pinned."""
+        if len(self._jobs) >= MOST_JOBS:
+            return 0
+        return max(most, self._soon()) - self._saving.blocks
 
     def _soon(self) -> int:
         """Blocks that the store saves in a moment; 0 while the store seems to hang."""
