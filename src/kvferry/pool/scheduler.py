@@ -169,6 +169,8 @@ class PoolScheduler:
         for order in self._orders.saves:  # ranks would name these blocks by the new namespace
             self.saved([Saved(order.job_id)] * self._ranks)
         self._orders.saves.clear()
+        for job in self._jobs.values():
+            job.tag = None  # no request finds these blocks any more
         self.watch.clear()
         self._use(replace(self.metadata, epoch=self._epoch))
 
@@ -581,7 +583,7 @@ class SaveJob:
     """Blocks that ranks save. It is over when every rank has reported it."""
 
     tables: tuple[TableBlocks, ...]
-    tag: Any  # the caller's
+    tag: Any  # the caller's; None after a reset
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
     seconds: float = 0.0  # of the slowest rank
     put: int = 0  # blocks that a rank put into the store
