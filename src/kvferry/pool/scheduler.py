@@ -311,7 +311,8 @@ class PoolScheduler:
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
         chain, kinds, room = tracker.chain, self.layout.kinds, self._room(most)
-        each = sum(self.align_tokens // k.block_tokens for k in kinds if k.residency.kind != "state")
+        spans = [kind.block_tokens for kind in kinds if kind.residency.kind != "state"]
+        each = sum(self.align_tokens // span for span in spans)
         units = max(1, room // max(1, each)) if room >= min(each, most) else 0
         last = start + units * self.align_tokens
         # The engine offers a state once, so more may be pinned for it, as when a request is over.
