@@ -252,8 +252,14 @@ class PoolScheduler:
         spec, tracker.load, tracker.declined = tracker.load, None, ""
         if spec is None or external <= 0:
             return
-        full = all(group.residency.kind == "full" for group in self.layout.model.groups)
-        segments = segments_to_load(spec, external, full)
+        segments = spec.hit.segments
+        if external != spec.tokens:
+            log.error(
+                "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
+                external,
+                spec.tokens,
+            )
+            segments = ()  # a load without segments fails
         used = {name: spec.layouts[name] for name in {s.layout_id for s in segments}}
         self._tell(used)
         contents = {
@@ -613,32 +619,6 @@ class SaveRate:
 
     def blocks_in(self, seconds: float) -> int:
         return int(max(self._seen, default=0.0) * seconds)
-
-
-# Loads
-
-
-def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment, ...]:
-    """The segments to load if the engine takes `external` tokens of a promise.
-
-    full  all groups keep all of their tokens
-    """
-    if external == spec.tokens:
-        return spec.hit.segments
-    # An engine that takes fewer tokens gets the segments of a shorter hit.
-    stop = spec.computed + external
-    if external > spec.tokens or not full:
-        log.error(
-            "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
-            external,
-            spec.tokens,
-        )
-        return ()  # a load without segments fails
-    return tuple(
-        Segment(s.layout_id, s.group, s.start, min(s.stop, stop))
-        for s in spec.hit.segments
-        if s.start < stop
-    )
 
 
 @dataclass(slots=True)
