@@ -767,6 +767,17 @@ def test_a_lookup_thread_that_died(pair: Pair, monkeypatch: Any) -> None:
     assert new is not old
 
 
+def test_an_engine_that_asks_for_other_tokens_than_promised(pair: Pair) -> None:
+    tokens = sequence(pair.case)
+    pair.engine("src").save("w", tokens)
+    reader = pair.engine("dst")
+    found = reader.matched("r", tokens)
+    ends = reader.load("r", found - reader.scheduler.align_tokens)
+    assert all(not end.ok and not end.hung and end.bad_from == 0 for end in ends)
+    assert reader.matched("r", tokens) == 0 and reader.matched("new", tokens) == found
+    assert all(end.ok for end in reader.load("new", found))
+
+
 def test_a_store_that_cannot_be_opened(case: CaseDict, tmp_path: Path) -> None:
     """The scheduler's store fails: lookups are misses, and the engine goes on."""
     shape = case["dst"]["shape"]

@@ -157,19 +157,19 @@ def test_a_load_begins_after_its_fence(loader: Loader, store: Any, monkeypatch: 
     assert "ZeroDivisionError" in end.error and store.seen == ["fence", "get", "fence"]
 
 
-def test_the_end_of_a_save_hurries_if_another_waits(store: Any) -> None:
+class Fenced(Store):
+    """Puts as a device does: in parts, whose ends may wait."""
+
+    register = access = put_bytes = get_bytes = remove = close = lambda *_: None
+
+    def put_after(self, keys: Any, objects: Any, deadline: float, fence: Any) -> list[Outcome]:
+        assert self.may_go.wait(20)
+        fence.quiet()
+        return super().put(keys, objects, deadline)
+
+
+def test_the_end_of_a_save_hurries_if_another_waits() -> None:
     quiet: list[str] = []
-
-    class Fenced(Store):
-        """Puts as a device does: in parts, whose ends may wait."""
-
-        register = access = put_bytes = get_bytes = remove = close = lambda *_: None
-
-        def put_after(self, keys: Any, objects: Any, deadline: float, fence: Any) -> list[Outcome]:
-            assert self.may_go.wait(20)
-            fence.quiet()
-            return super().put(keys, objects, deadline)
-
     store = Fenced()
     store.may_go.clear()
     saver = Saver(store, PoolCounters())
@@ -179,6 +179,20 @@ def test_the_end_of_a_save_hurries_if_another_waits(store: Any) -> None:
     store.may_go.set()
     wait_until(lambda: len(store.seen) == 3)
     assert quiet == ["c"]
+    saver.close()
+
+
+def test_the_end_of_a_save_does_not_hurry_for_one_that_no_thread_took(monkeypatch: Any) -> None:
+    """And of several tables, one waits: the blocks of all are pinned until the last is saved."""
+    quiet: list[str] = []
+    store, fence = Fenced(), SimpleNamespace(ready=None, wait=None, quiet=lambda: quiet.append(""))
+    saver = Saver(store, PoolCounters())
+    with no_threads(monkeypatch, "kvferry-save"):
+        saver.start(SAVE, scope(), fence)
+    assert [one.failed for one in saver.take_done()] == [((0, 0), (0, 1))]
+    saver.start(SaveOrder(2, SAVE.tables * 2, 30.0), scope(), fence)
+    wait_until(lambda: len(store.seen) == 2)
+    assert quiet == [""]
     saver.close()
 
 

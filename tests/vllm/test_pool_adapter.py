@@ -328,6 +328,17 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert not scheduler.pool.has_work
 
 
+def test_no_event_for_blocks_of_replaced_weights(made: tuple[VllmPoolScheduler, Blocks]) -> None:
+    """A save ends after a reset: no request finds its blocks any more."""
+    scheduler, blocks = made
+    scheduler.on_new_request(request(40))
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).saves
+    scheduler.pool.reset()
+    for _ in range(2):
+        scheduler.reported(FerryReport(saved=[Saved(save.job_id)]), ())
+    assert scheduler.take_events() == [] and +blocks.references == Counter()
+
+
 def test_an_evicted_block_is_told(
     made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

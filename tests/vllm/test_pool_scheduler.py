@@ -404,6 +404,27 @@ def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:
     assert second.computed["b"] == 103 - (16 * (before[-1] + 1) if before else 0)
 
 
+def test_a_state_comes_while_much_is_pinned(make: Make, faults: Any) -> None:
+    """vLLM offers a state once. Blocks of tokens that lead to it are saved later."""
+    release = threading.Event()
+    faults["put"] = lambda *_: release.wait(30) and None
+    first = make(hybrid="state", blocks=56)
+    first.add("a", prompt(1, 264))
+    while first.computed["a"] < 264:
+        first.step()
+    assert first.pool.counters["save_postponed"] > 0
+    assert first.pool.pinned_blocks <= first.pool.limits.most_pinned_at_end
+    release.set()
+    first.run()
+    ended(first)
+    second = make(hybrid="state", blocks=256)
+    second.add("b", prompt(1, 264))
+    second.run()
+    ended(second)
+    assert second.out["b"] == first.out["a"]
+    assert second.computed["b"] == 267 - 256
+
+
 def test_a_wrong_byte_is_noticed(make: Make, monkeypatch: Any) -> None:
     """The check of the cache can fail: a load that puts bytes elsewhere does."""
     own = RankScope.own_blocks

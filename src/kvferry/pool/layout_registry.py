@@ -100,10 +100,10 @@ class PoolLayout:
         """Tokens after a block that must be known before it is saved."""
         return max(kind.ahead for kind in self.kinds)
 
-    def contents(self, chain: ContentChain, table: int, blocks: int | None = None) -> list[str]:
-        """Content hashes of a sequence's first whole blocks in a table."""
+    def contents(self, chain: ContentChain, table: int) -> list[str]:
+        """Content hashes of a sequence's whole blocks in a table."""
         kind = self.kind(table)
-        return chain.digests(kind.block_tokens, blocks, kind.ahead)
+        return chain.digests(kind.block_tokens, ahead=kind.ahead)
 
     def block_tokens(self, group: str) -> int:
         return next(kind.block_tokens for kind in self.kinds if group in kind.groups)

@@ -76,7 +76,7 @@ class LookupAnswer:
 
     def hit_after(self, reader: PoolReader, most_tokens: int, computed: int) -> Hit:
         """The hit for a reader that has `computed` tokens already."""
-        if computed == 0 or self.failed:
+        if computed == 0:
             return self.hit
         return longest_hit(reader, self.held, most_tokens, computed)
 

@@ -236,7 +236,7 @@ class Saver:
         self._fenced = store if isinstance(store, FencedStore) else None
         self._most = Pace.of(store).save_objects
         self._ended = ended or threading.Event()
-        self._started = self._begun = self._reported = 0  # jobs
+        self._started = self._reported = 0  # jobs
         self._put = 0  # blocks of the job at hand
         self._threads = Threads("kvferry-save", 1)
         self._done: deque[Saved] = deque()
@@ -248,7 +248,7 @@ class Saver:
         """Take a job. `take_done` returns its report later."""
         self._started += 1
         try:
-            self._threads.submit(partial(self._run, order, scope, fence))
+            self._threads.submit(partial(self._run, order, scope, fence, self._started))
         except KvferryError as error:  # the next job tries again
             self._counters.add("save_errors")
             log.warning("nothing is saved to the pool: %s", error)
@@ -276,12 +276,11 @@ class Saver:
         self._threads.close()
         self._threads.join(seconds)
 
-    def _run(self, order: SaveOrder, scope: RankScope, fence: Fence | None) -> None:
+    def _run(self, order: SaveOrder, scope: RankScope, fence: Fence | None, number: int) -> None:
         failed, began = _all_blocks(order), time.monotonic()
-        self._begun += 1
         timed = None
         if fence is not None:
-            timed = _TimedFence(fence, hurry=lambda: self._started > self._begun)
+            timed = _TimedFence(fence, hurry=lambda: self._started > number)
         try:
             if self._closed:
                 self._counters.add("save_dropped")
@@ -376,10 +375,11 @@ class Saver:
 
 
 class _TimedFence:
-    """A fence that measures how long its thread waited, and hurries if other jobs wait."""
+    """A job's fence. It measures how long its thread waited, and hurries if other jobs wait."""
 
     def __init__(self, fence: Fence, hurry: Callable[[], bool]) -> None:
         self._fence, self._hurry, self.waited = fence, hurry, 0.0
+        self._was_quiet = False
 
     @property
     def ready(self) -> Ready:
@@ -391,7 +391,9 @@ class _TimedFence:
         self.waited += time.monotonic() - before
 
     def quiet(self) -> None:
-        if not self._hurry():
+        """Waits once, for all tables of the job."""
+        if not (self._was_quiet or self._hurry()):
+            self._was_quiet = True
             before = time.monotonic()
             self._fence.quiet()
             self.waited += time.monotonic() - before

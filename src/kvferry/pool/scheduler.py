@@ -14,6 +14,7 @@ abort.
   tokens are known on which a draft model's bytes depend. Only the engine knows when a recurrent
   state is whole, and names its block then. Blocks are pinned until every rank has reported the job.
   If too many would be pinned, the request tries again in its next step, at the latest when it ends.
+  A state comes once: it has the room of a request that ends, or is not saved.
 - *reset*: the weights have changed. Blocks computed before are never saved under the new namespace.
 
 The scheduler's thread calls all methods. They never wait for the store, except `wait_for_lookup`.
@@ -168,6 +169,8 @@ class PoolScheduler:
         for order in self._orders.saves:  # ranks would name these blocks by the new namespace
             self.saved([Saved(order.job_id)] * self._ranks)
         self._orders.saves.clear()
+        for job in self._jobs.values():
+            job.tag = None  # no request finds these blocks any more
         self.watch.clear()
         self._use(replace(self.metadata, epoch=self._epoch))
 
@@ -249,8 +252,14 @@ class PoolScheduler:
         spec, tracker.load, tracker.declined = tracker.load, None, ""
         if spec is None or external <= 0:
             return
-        full = all(group.residency.kind == "full" for group in self.layout.model.groups)
-        segments = segments_to_load(spec, external, full)
+        segments = spec.hit.segments
+        if external != spec.tokens:
+            log.error(
+                "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
+                external,
+                spec.tokens,
+            )
+            segments = ()  # a load without segments fails
         used = {name: spec.layouts[name] for name in {s.layout_id for s in segments}}
         self._tell(used)
         contents = {
@@ -307,18 +316,18 @@ class PoolScheduler:
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
+        chain, kinds, room = tracker.chain, self.layout.kinds, self._room(most)
+        spans = [kind.block_tokens for kind in kinds if kind.residency.kind != "state"]
+        each = sum(self.align_tokens // span for span in spans)
+        units = max(1, room // max(1, each)) if room >= min(each, most) else 0
+        last = start + units * self.align_tokens
+        # The engine offers a state once, so more may be pinned for it, as when a request is over.
+        lost = len(states) > max(0, self._room(self.limits.most_pinned_at_end))
+        if last < stop or lost:
+            self.counters.add("save_postponed")
+        states, stop = () if lost else states, min(last, stop)
         if start == stop and not states:
             return
-        chain, kinds = tracker.chain, self.layout.kinds
-        room = max(most, self._soon()) - self._saving.blocks
-        each = sum(self.align_tokens // kind.block_tokens for kind in kinds)
-        if len(self._jobs) >= MOST_JOBS or room < min(each, most):
-            self.counters.add("save_postponed")
-            return
-        last = start + max(1, room // each) * self.align_tokens
-        if last < stop:
-            self.counters.add("save_postponed")
-            stop = last
         try:
             chain.cover(tokens, min(len(tokens), final + ahead))
         except DescriptionError as error:  # an engine without a tokenizer takes any number
@@ -331,6 +340,12 @@ class PoolScheduler:
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
+
+    def _room(self, most: int) -> int:
+        """How many more blocks may be pinned."""
+        if len(self._jobs) >= MOST_JOBS:
+            return 0
+        return max(most, self._soon()) - self._saving.blocks
 
     def _soon(self) -> int:
         """Blocks that the store saves in a moment; 0 while the store seems to hang."""
@@ -575,7 +590,7 @@ class SaveJob:
     """Blocks that ranks save. It is over when every rank has reported it."""
 
     tables: tuple[TableBlocks, ...]
-    tag: Any  # the caller's
+    tag: Any  # the caller's; None after a reset
     failed: set[tuple[int, int]] = field(default_factory=set)  # not stored, as (table, number)
     seconds: float = 0.0  # of the slowest rank
     put: int = 0  # blocks that a rank put into the store
@@ -604,32 +619,6 @@ class SaveRate:
 
     def blocks_in(self, seconds: float) -> int:
         return int(max(self._seen, default=0.0) * seconds)
-
-
-# Loads
-
-
-def segments_to_load(spec: LoadSpec, external: int, full: bool) -> tuple[Segment, ...]:
-    """The segments to load if the engine takes `external` tokens of a promise.
-
-    full  all groups keep all of their tokens
-    """
-    if external == spec.tokens:
-        return spec.hit.segments
-    # An engine that takes fewer tokens gets the segments of a shorter hit.
-    stop = spec.computed + external
-    if external > spec.tokens or not full:
-        log.error(
-            "the engine asks for %d tokens, but the pool promised %d: the engine computes them",
-            external,
-            spec.tokens,
-        )
-        return ()  # a load without segments fails
-    return tuple(
-        Segment(s.layout_id, s.group, s.start, min(s.stop, stop))
-        for s in spec.hit.segments
-        if s.start < stop
-    )
 
 
 @dataclass(slots=True)

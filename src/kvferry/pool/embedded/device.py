@@ -137,15 +137,13 @@ class DeviceStore(StagedStore):
         return super().put(keys, objects, deadline)
 
     def get(self, keys: Sequence[str], wanted: Sequence[Slices], deadline: float) -> list[Outcome]:
-        outcomes = [Outcome.MISSING] * len(keys)
+        outcomes = [Outcome.DONE] * len(keys)
         done = np.zeros(len(keys), dtype=bool)
         try:
             self._get_direct(keys, wanted, deadline, done)
         except TransferError as error:
             log.warning("blocks are read through buffers: %s", text_of(error))
         left = np.flatnonzero(~done).tolist()
-        for at in np.flatnonzero(done).tolist():
-            outcomes[at] = Outcome.DONE
         if left:
             some = [wanted[i] for i in left]
             told = self._get_buffered([keys[i] for i in left], some, deadline)

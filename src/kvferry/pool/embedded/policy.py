@@ -87,8 +87,6 @@ class History:
 class ConversationPolicy:
     """Scores of records, learned from the requests of all processes that share `learned`."""
 
-    name = "conversations"
-
     def __init__(self, history: History, learned: Floats, tuning: Tuning | None = None) -> None:
         cells = MOST_CLASSES * AGES
         self.tuning = tuning or Tuning()

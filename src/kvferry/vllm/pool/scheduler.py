@@ -289,11 +289,11 @@ class PoolEvents:
         return events
 
     def stored(self, saved: SaveJob) -> None:
-        if not self.wanted:
+        request = saved.tag
+        if request is None:  # no events are wanted, or the weights have been replaced
             return
         from vllm.distributed.kv_events import BlockStored
 
-        request = saved.tag
         lora = getattr(request, "lora_request", None)
         for blocks in saved.tables:
             size = self._pool.block_tokens(blocks.table)
