@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 import host_device
-from kvferry.carriers import vouch
+from kvferry.carriers import MemoryRegion, vouch
 from kvferry.carriers.cuda import carrier, driver
 from kvferry.carriers.cuda.carrier import Allocation, CudaCarrier, CudaEndpoint, this_process
 from kvferry.carriers.cuda.driver import IPC_HANDLE_BYTES, DevicePlace
 from kvferry.carriers.liveness import PulseServer
 from kvferry.carriers.local import boot_id
-from kvferry.errors import PeerLost, PermissionDenied, ProtocolError
+from kvferry.errors import PeerLost, PermissionDenied, ProtocolError, TransferError
 
 BASE, SIZE, OPENED_AT = 1 << 40, 1 << 20, 1 << 41
 
@@ -182,3 +182,46 @@ def test_a_forked_process_is_another_one() -> None:
         check=True,
     ).stdout.split()
     assert len(said) == 3 and said[0] == said[1] != said[2]
+
+
+def test_looking_for_a_peers_gpu_takes_no_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context takes some hundred MiB of its GPU, which other engines may have reserved."""
+    contexts: list[int] = []
+
+    class Driver:
+        def call(self, name: str, first: Any, *rest: Any) -> None:
+            if name == "cuDeviceGet":
+                first._obj.value = rest[0]
+            if name == "cuDevicePrimaryCtxRetain":
+                contexts.append(rest[0].value)
+            if name == "cuDeviceGetUuid_v2":
+                first.raw = bytes([rest[0].value]) * driver.UUID_BYTES
+
+        def push(self, context: Any) -> int:
+            return 0
+
+        def pop(self, popped: Any) -> int:
+            return 0
+
+        def check(self, name: str, code: int) -> None: ...
+
+    monkeypatch.setattr(driver, "driver", Driver)
+    gpus = [driver.Device(ordinal) for ordinal in range(8)]
+    assert [gpu.uuid[0] for gpu in gpus] == list(range(8))
+    assert contexts == []
+    for _ in range(2):
+        with gpus[5].current():
+            assert contexts == [5]
+
+
+def test_memory_of_several_allocations_says_what_to_set(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's expandable segments are."""
+    monkeypatch.setattr(
+        carrier, "place_of", lambda address: DevicePlace(0, address // SIZE * SIZE, SIZE)
+    )
+    made = CudaCarrier(triton=False)
+    with pytest.raises(TransferError, match="expandable_segments:False"):
+        made.register([MemoryRegion(BASE, 2 * SIZE)])
+    made.close()

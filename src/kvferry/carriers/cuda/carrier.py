@@ -101,11 +101,13 @@ class CudaCarrier(Carrier):
             if region.bytes == 0:
                 continue
             first, last = place_of(region.address), place_of(region.address + region.bytes - 1)
-            if first is None or last is None or first.base != last.base:
+            if first is None or last is None:
                 raise TransferError(
                     f"{region.bytes} bytes at {region.address:#x} are not inside one allocation of "
                     "device memory; the cuda carrier moves device memory only"
                 )
+            if first.base != last.base:
+                raise _not_shared(region.address, "it is made of several allocations")
             if self._device is not None and first.ordinal != self._device.ordinal:
                 raise TransferError(
                     f"memory of GPU {self._device.ordinal} and of GPU {first.ordinal}: make one "
@@ -365,12 +367,15 @@ def export(place: DevicePlace) -> Allocation:
         with owner.current():
             handle = owner.export(place.base)
     except CudaError as error:
-        raise TransferError(
-            f"device memory at {place.base:#x} cannot be shared between processes: {error}. It was "
-            "not allocated by cudaMalloc; with torch, set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        ) from None
+        raise _not_shared(place.base, error) from None
     return Allocation(place.base, place.bytes, handle, owner.uuid)
+
+
+def _not_shared(address: int, why: object) -> TransferError:
+    return TransferError(
+        f"device memory at {address:#x} cannot be shared between processes: {why}. It was not "
+        "allocated by cudaMalloc; with torch, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+    )
 
 
 def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[MemoryRegion]:

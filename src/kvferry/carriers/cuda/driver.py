@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -211,7 +211,7 @@ def gpu_links() -> dict[tuple[int, int], str]:
 
 @cache
 def device(ordinal: int) -> Device:
-    """The device of that number. Its primary context is kept."""
+    """The device of that number."""
     return Device(ordinal)
 
 
@@ -289,11 +289,9 @@ class Device:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self._driver = driver()
-        handle, context = c_int(), c_void_p()
+        handle = c_int()
         self._driver.call("cuDeviceGet", byref(handle), ordinal)
-        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
-        self._handle, self._context = handle, context
-        self._current = Current(self._driver, context)
+        self._handle = handle
         uuid = ctypes.create_string_buffer(UUID_BYTES)
         self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
         self.uuid = uuid.raw
@@ -304,6 +302,18 @@ class Device:
         for value, what in ((major, _CAPABILITY_MAJOR), (minor, _CAPABILITY_MINOR)):
             self._driver.call("cuDeviceGetAttribute", byref(value), what, handle)
         self.capability = 10 * major.value + minor.value
+
+    @cached_property
+    def _context(self) -> c_void_p:
+        """Its primary context, which is kept. It takes some hundred MiB of the device, so a device
+        that is only looked at has none."""
+        context = c_void_p()
+        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), self._handle)
+        return context
+
+    @cached_property
+    def _current(self) -> Current:
+        return Current(self._driver, self._context)
 
     def current(self) -> Current:
         """Makes it this thread's device in a `with` statement. From any thread."""
