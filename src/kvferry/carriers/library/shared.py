@@ -209,6 +209,8 @@ class LibraryCarrier(Carrier):
 
     def connect(self, endpoint: bytes, deadline: float) -> LibraryPeer:
         """Connect to the peer's pulse, and read one byte of its memory through the library."""
+        if self._closed:
+            raise Cancelled("the carrier was closed")
         found = LibraryEndpoint.decode(endpoint, self.name)
         if found.flavour != self.flavour:
             raise TransferError(
