@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -187,6 +188,7 @@ def test_a_forked_process_is_another_one() -> None:
 def test_looking_for_a_peers_gpu_takes_no_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context takes some hundred MiB of its GPU, which other engines may have reserved."""
     contexts: list[int] = []
+    linked = {(0, 1): True, (1, 0): True, (1, 2): True, (2, 1): True, (0, 2): True}
 
     class Driver:
         def call(self, name: str, first: Any, *rest: Any) -> None:
@@ -196,6 +198,11 @@ def test_looking_for_a_peers_gpu_takes_no_memory_of_others(monkeypatch: pytest.M
                 contexts.append(rest[0].value)
             if name == "cuDeviceGetUuid_v2":
                 first.raw = bytes([rest[0].value]) * driver.UUID_BYTES
+            if name == "cuDeviceCanAccessPeer":
+                first._obj.value = linked.get((rest[0].value, rest[1].value), False)
+            if name == "cuDeviceGetP2PAttribute":
+                assert rest[0] == 3  # cuda.h
+                first._obj.value = rest[1].value == 0
 
         def push(self, context: Any) -> int:
             return 0
@@ -206,12 +213,14 @@ def test_looking_for_a_peers_gpu_takes_no_memory_of_others(monkeypatch: pytest.M
         def check(self, name: str, code: int) -> None: ...
 
     monkeypatch.setattr(driver, "driver", Driver)
-    gpus = [driver.Device(ordinal) for ordinal in range(8)]
-    assert [gpu.uuid[0] for gpu in gpus] == list(range(8))
+    monkeypatch.setattr(driver, "device", cache(driver.Device))
+    monkeypatch.setattr(driver, "device_count", lambda: 3)
+    assert driver.gpu_links() == {(0, 1): "NVLink", (0, 2): "", (1, 2): "PCIe"}
+    assert [driver.device(ordinal).uuid[0] for ordinal in range(3)] == [0, 1, 2]
     assert contexts == []
     for _ in range(2):
-        with gpus[5].current():
-            assert contexts == [5]
+        with driver.device(1).current():
+            assert contexts == [1]
 
 
 def test_memory_of_several_allocations_says_what_to_set(

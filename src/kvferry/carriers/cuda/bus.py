@@ -42,15 +42,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, Ready
 from kvferry.carriers.cuda import kernels, xxh3
-from kvferry.carriers.cuda.driver import (
-    MOST_PITCH,
-    CudaEvent,
-    CudaStream,
-    Device,
-    Rows,
-    device,
-    place_of,
-)
+from kvferry.carriers.cuda.driver import MOST_PITCH, CudaEvent, CudaStream, Device, Rows, device_of
 from kvferry.carriers.cuda.staging import Half
 from kvferry.carriers.cuda.stream import Mapped, Pool, StreamBuffers, kept
 from kvferry.copies import Copies, Ints
@@ -149,11 +141,7 @@ class Bus:
         """Raises a `TransferError` without Triton, or if the memory is not that of one GPU."""
         if not kernels.available():
             raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
-        places = [place_of(region.address) for region in regions]
-        ordinals = {place.ordinal if place is not None else -1 for place in places}
-        if len(ordinals) != 1 or -1 in ordinals:
-            raise TransferError("the memory is not that of one GPU")
-        self.device = device(ordinals.pop())
+        self.device = device_of(region.address for region in regions)
         self._memory = Mapped.of([(regions, 0)])
         self._lanes = {  # by direction, outward or not
             outward: Pool(self.device, partial(_Lane, self.device, piece_bytes, outward), most)

@@ -31,13 +31,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.carriers.base import (
-    Carrier,
-    MemoryRegion,
-    Transfer,
-    TransferState,
-    decode_endpoint,
-)
+from kvferry.carriers.base import Carrier, MemoryRegion, Transfer, TransferState, decode_endpoint
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import (
     IPC_HANDLE_BYTES,
