@@ -395,34 +395,28 @@ class CudaTransfers:
 
     def __init__(self) -> None:
         self.rate = FIRST_RATE  # bytes a second that the device has copied lately
-        self._all: dict[CudaTransfer, CudaPeer] = {}  # each use of it is one atomic operation
+        self.left: dict[CudaTransfer, CudaPeer] = {}  # each use of it is one atomic operation
         self._closed = False
-
-    def add(self, transfer: CudaTransfer, peer: CudaPeer) -> None:
-        self._all[transfer] = peer
-
-    def remove(self, transfer: CudaTransfer) -> None:
-        self._all.pop(transfer, None)
 
     def has_room(self) -> bool:
         """Whether one more may begin. Checks the transfers under way first."""
         if self._closed:
             raise Cancelled("the carrier is closed")
-        if len(self._all) < SWEPT_FROM:
+        if len(self.left) < SWEPT_FROM:
             return True
-        begun = [transfer for transfer in list(self._all) if transfer.begun]
+        begun = [transfer for transfer in list(self.left) if transfer.begun]
         return sum(not transfer.look() for transfer in begun) < MOST_BEGUN
 
     def begin_next(self) -> None:
         """Begin the transfer that has waited longest for others to end, if any."""
-        for transfer in list(self._all):
+        for transfer in list(self.left):
             if not transfer.begun:
                 transfer.look()
                 return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
         """Cancel the transfers of one peer, or all."""
-        for transfer, its in list(self._all.items()):
+        for transfer, its in list(self.left.items()):
             if peer is None or its is peer:
                 with contextlib.suppress(TransferError):
                     transfer.cancel()
@@ -459,7 +453,7 @@ class CudaTransfer:
         self._lock = threading.Lock()
         self._ended = False
         self._error: TransferError | None = None
-        transfers.add(self, peer)
+        transfers.left[self] = peer
         self.look()
 
     @property
@@ -577,7 +571,7 @@ class CudaTransfer:
 
     def _end(self) -> None:
         """Give back its resources. Its bytes are right only if the peer has lived until now."""
-        self._transfers.remove(self)
+        self._transfers.left.pop(self, None)
         self._ended = True
         if self._buffers is None:
             return
