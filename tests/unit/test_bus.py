@@ -205,7 +205,9 @@ def test_a_full_queue_does_not_keep_the_interpreters_lock(
     on: HostDevice, behind_a_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a step nothing leaves the queue: a call that keeps the lock would stop the engine."""
-    calls: list[tuple[Any, bool]] = []  # of the stream that copies, and whether others run meanwhile
+    calls: list[
+        tuple[Any, bool]
+    ] = []  # of the stream that copies, and whether others run meanwhile
     copy, wait = host_device.Stream.copy_rows, host_device.Stream.wait_for
     record = host_device.Event.record
 
