@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from kvferry.carriers.cuda import bus, kernels, staging, stream, xxh3
-from kvferry.carriers.cuda.driver import CudaError, DevicePlace, Rows
+from kvferry.carriers.cuda.driver import CudaError, Rows
 
 ahead: dict[int, Callable[[], None]] = {}  # by handle, what happens before others' events
 made: list[Any] = []  # streams and events that were not destroyed
@@ -183,8 +183,7 @@ def use_bus(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevi
     found = use(patch, on)
     patch.setattr(bus, "CudaEvent", Event)
     patch.setattr(bus, "CudaStream", Stream)
-    patch.setattr(bus, "device", lambda ordinal: found)
-    patch.setattr(bus, "place_of", lambda address: DevicePlace(0, address, 1 << 40))
+    patch.setattr(bus, "device_of", lambda addresses: found)
     patch.setattr(bus.xxh3, "queue", hash_at_once)
     patch.setattr(bus.xxh3, "warm", lambda device: None)
     there = types.SimpleNamespace(available=lambda: True, warm=lambda device: None)
@@ -200,6 +199,5 @@ def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
         patch.setattr(module, "CudaEvent", Event)
         patch.setattr(module, "CudaStream", Stream)
     patch.setattr(kernels, "available", lambda: False)
-    patch.setattr(staging, "device", lambda ordinal: found)
-    patch.setattr(staging, "place_of", lambda address: DevicePlace(0, address, 1 << 40))
+    patch.setattr(staging, "device_of", lambda addresses: found)
     return found

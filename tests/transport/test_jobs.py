@@ -46,14 +46,18 @@ class MemmoveCarrier(LibraryCarrier):
     batch_descriptors = 64
     batch_bytes = 1 << 20
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = shared.ON_HOST) -> None:
+        self.device = device
+        self.registered: list[MemoryRegion] = []
         super().__init__(host=None, secret=None, flavour="")
 
     def _start(self) -> None: ...
 
-    def register_one(self, region: MemoryRegion) -> None: ...
+    def register_one(self, region: MemoryRegion) -> None:
+        self.registered.append(region)
 
-    def unregister_one(self, region: MemoryRegion) -> None: ...
+    def unregister_one(self, region: MemoryRegion) -> None:
+        self.registered.remove(region)
 
     def _address(self) -> bytes:
         return str(id(self)).encode()
@@ -109,6 +113,21 @@ def test_without_any_thread_a_job_fails_and_its_workers_still_close(
 def memmove() -> Iterator[MemmoveCarrier]:
     with closing(MemmoveCarrier()) as carrier:
         yield carrier
+
+
+@pytest.mark.parametrize("device", [shared.ON_HOST, 0])
+def test_neighbours_on_a_gpu_are_registered_apart(device: int) -> None:
+    """They may be allocations of their own, and drivers register no memory that spans two."""
+    base = 1 << 40
+    first, second = (MemoryRegion(base + at * MIB, MIB) for at in range(2))
+    carrier = MemmoveCarrier(device)
+    (scratch,) = carrier.registered
+    carrier.register([first])
+    carrier.register([second])
+    apart = [first, second] if device == 0 else [MemoryRegion(base, 2 * MIB)]
+    assert carrier.registered == [scratch, *apart]
+    carrier.close()
+    assert carrier.registered == []
 
 
 def late(

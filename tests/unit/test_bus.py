@@ -200,6 +200,54 @@ def test_copies_to_the_host_let_others_pass(
     bus.close()
 
 
+@pytest.mark.parametrize("behind_a_step", [True, False])
+def test_a_full_queue_does_not_keep_the_interpreters_lock(
+    on: HostDevice, behind_a_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a step nothing leaves the queue: a call that keeps the lock would stop the engine."""
+    calls: list[
+        tuple[Any, bool]
+    ] = []  # of the stream that copies, and whether others run meanwhile
+    copy, wait = host_device.Stream.copy_rows, host_device.Stream.wait_for
+    record = host_device.Event.record
+
+    def copies(self: Any, rows: Rows, *, waits: bool = False, **how: Any) -> None:
+        calls.append((self, waits))
+        copy(self, rows, waits=waits, **how)
+
+    def waits_for(self: Any, event: Any, *, waits: bool = False) -> None:
+        if calls:
+            calls.append((self, waits))
+        wait(self, event)
+
+    def records(self: Any, stream: Any, *, waits: bool = False) -> None:
+        if calls:
+            calls.append((stream, waits))
+        record(self, stream)
+
+    monkeypatch.setattr(host_device.Stream, "copy_rows", copies)
+    monkeypatch.setattr(host_device.Stream, "wait_for", waits_for)
+    monkeypatch.setattr(host_device.Event, "record", records)
+    monkeypatch.setattr(buses, "MOST_AHEAD", 2)
+    device, host = np.ones(1 << 20, dtype=np.uint8), np.zeros(1 << 20, dtype=np.uint8)
+    bus = Bus([MemoryRegion(device.ctypes.data, device.nbytes)], piece_bytes=30_000)
+    bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size)
+    wait_until(lambda: bus.pinned_bytes == host.nbytes)
+    number = np.arange(16, dtype=np.int64)
+    places = host.ctypes.data + number * 12_288 + number * number * 512  # a copy each
+    length, one = np.full(16, 8192, dtype=np.int64), np.ones(16, dtype=np.int64)
+    objects = BusObjects(places, length, one, one - 1, device.ctypes.data + number * 8192, length)
+    ready = Ready(77) if behind_a_step else None
+    with monkeypatch.context() as patch:
+        if behind_a_step:
+            patch.setitem(host_device.ahead, 77, lambda: None)
+        bus.out(objects, CHUNK, soon(), ready).finish()
+    copying = calls[0][0]
+    assert {waits for stream, waits in calls if stream is copying} == {behind_a_step}
+    assert sum(host == 1) == 16 * 8192
+    bus.close()
+
+
 def test_copies_are_cut_for_the_gaps() -> None:
     """By hand: a copy that is too large, pieces that end where they should, and every byte once."""
     rows = Rows.of([(0, 100, 5000, 200, 10, 7), (9000, 1, 700, 1, 64, 1), (9100, 8, 800, 16, 4, 4)])

@@ -8,19 +8,20 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
 import pytest
 
 import host_device
-from kvferry.carriers import vouch
+from kvferry.carriers import MemoryRegion, vouch
 from kvferry.carriers.cuda import carrier, driver
 from kvferry.carriers.cuda.carrier import Allocation, CudaCarrier, CudaEndpoint, this_process
 from kvferry.carriers.cuda.driver import IPC_HANDLE_BYTES, DevicePlace
 from kvferry.carriers.liveness import PulseServer
 from kvferry.carriers.local import boot_id
-from kvferry.errors import PeerLost, PermissionDenied, ProtocolError
+from kvferry.errors import PeerLost, PermissionDenied, ProtocolError, TransferError
 
 BASE, SIZE, OPENED_AT = 1 << 40, 1 << 20, 1 << 41
 
@@ -182,3 +183,54 @@ def test_a_forked_process_is_another_one() -> None:
         check=True,
     ).stdout.split()
     assert len(said) == 3 and said[0] == said[1] != said[2]
+
+
+def test_looking_for_a_peers_gpu_takes_no_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context takes some hundred MiB of its GPU, which other engines may have reserved."""
+    contexts: list[int] = []
+    linked = {(0, 1): True, (1, 0): True, (1, 2): True, (2, 1): True, (0, 2): True}
+
+    class Driver:
+        def call(self, name: str, first: Any, *rest: Any) -> None:
+            if name == "cuDeviceGet":
+                first._obj.value = rest[0]
+            if name == "cuDevicePrimaryCtxRetain":
+                contexts.append(rest[0].value)
+            if name == "cuDeviceGetUuid_v2":
+                first.raw = bytes([rest[0].value]) * driver.UUID_BYTES
+            if name == "cuDeviceCanAccessPeer":
+                first._obj.value = linked.get((rest[0].value, rest[1].value), False)
+            if name == "cuDeviceGetP2PAttribute":
+                assert rest[0] == 3  # cuda.h
+                first._obj.value = rest[1].value == 0
+
+        def push(self, context: Any) -> int:
+            return 0
+
+        def pop(self, popped: Any) -> int:
+            return 0
+
+        def check(self, name: str, code: int) -> None: ...
+
+    monkeypatch.setattr(driver, "driver", Driver)
+    monkeypatch.setattr(driver, "device", cache(driver.Device))
+    monkeypatch.setattr(driver, "device_count", lambda: 3)
+    assert driver.gpu_links() == {(0, 1): "NVLink", (0, 2): "", (1, 2): "PCIe"}
+    assert [driver.device(ordinal).uuid[0] for ordinal in range(3)] == [0, 1, 2]
+    assert contexts == []
+    for _ in range(2):
+        with driver.device(1).current():
+            assert contexts == [1]
+
+
+def test_memory_of_several_allocations_says_what_to_set(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's expandable segments are."""
+    monkeypatch.setattr(
+        carrier, "place_of", lambda address: DevicePlace(0, address // SIZE * SIZE, SIZE)
+    )
+    made = CudaCarrier(triton=False)
+    with pytest.raises(TransferError, match="expandable_segments:False"):
+        made.register([MemoryRegion(BASE, 2 * SIZE)])
+    made.close()

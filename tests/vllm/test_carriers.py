@@ -250,6 +250,17 @@ def test_neighbours_are_registered_as_one(monkeypatch: pytest.MonkeyPatch) -> No
             carrier.close()
 
 
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_a_closed_carrier_connects_to_nobody(name: str) -> None:
+    """As when a load begins while its engine ends: no error of ours is logged then."""
+    kind_of(name)
+    carrier = suite.make_carrier(name)
+    endpoint = carrier.endpoint()
+    carrier.close()
+    with pytest.raises(suite.Cancelled, match="the carrier was closed"):
+        carrier.connect(endpoint, soon())
+
+
 def outside_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

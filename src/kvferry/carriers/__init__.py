@@ -4,10 +4,4 @@
 from kvferry.carriers.auto import make_carrier
 from kvferry.carriers.base import Carrier, MemoryRegion, Transfer, TransferState
 
-__all__ = [
-    "Carrier",
-    "MemoryRegion",
-    "Transfer",
-    "TransferState",
-    "make_carrier",
-]
+__all__ = ["Carrier", "MemoryRegion", "Transfer", "TransferState", "make_carrier"]

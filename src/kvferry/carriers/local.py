@@ -102,10 +102,6 @@ class LocalPeer:
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
         self._token, self._token_address = endpoint.token, endpoint.token_address
 
-    def require_connected(self) -> None:
-        if not self.connected:
-            raise Cancelled("the peer was disconnected on this side")
-
     def require_alive(self) -> None:
         """Raise `PeerLost` unless the process that made the endpoint has its carrier open."""
         found = np.zeros(TOKEN_BYTES, dtype=np.uint8)
@@ -251,7 +247,8 @@ class LocalCarrier(Carrier):
             peer.require_alive()
 
             def carry(part: Copies, _: Copies | None) -> None:
-                peer.require_connected()
+                if not peer.connected:
+                    raise Cancelled("the peer was disconnected on this side")
                 try:
                     _move(peer, part, reading=reading)
                 except TransferError:

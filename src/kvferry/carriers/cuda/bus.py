@@ -42,15 +42,7 @@ from numpy.typing import NDArray
 
 from kvferry.carriers.base import MemoryRegion, Ready
 from kvferry.carriers.cuda import kernels, xxh3
-from kvferry.carriers.cuda.driver import (
-    MOST_PITCH,
-    CudaEvent,
-    CudaStream,
-    Device,
-    Rows,
-    device,
-    place_of,
-)
+from kvferry.carriers.cuda.driver import MOST_PITCH, CudaEvent, CudaStream, Device, Rows, device_of
 from kvferry.carriers.cuda.staging import Half
 from kvferry.carriers.cuda.stream import Mapped, Pool, StreamBuffers, kept
 from kvferry.copies import Copies, Ints
@@ -149,11 +141,7 @@ class Bus:
         """Raises a `TransferError` without Triton, or if the memory is not that of one GPU."""
         if not kernels.available():
             raise TransferError("Triton is not installed, so nothing is hashed on the GPU")
-        places = [place_of(region.address) for region in regions]
-        ordinals = {place.ordinal if place is not None else -1 for place in places}
-        if len(ordinals) != 1 or -1 in ordinals:
-            raise TransferError("the memory is not that of one GPU")
-        self.device = device(ordinals.pop())
+        self.device = device_of(region.address for region in regions)
         self._memory = Mapped.of([(regions, 0)])
         self._lanes = {  # by direction, outward or not
             outward: Pool(self.device, partial(_Lane, self.device, piece_bytes, outward), most)
@@ -229,10 +217,9 @@ class Bus:
         lane = self._lanes[outward].take(deadline)
         try:
             with self.device.current():
+                most = MOST_AHEAD if after is not None else MOST_AT_ONCE
                 if rows is not None:
-                    many = sum(len(some) for _, some in rows) > (
-                        MOST_AHEAD if after is not None else MOST_AT_ONCE
-                    )
+                    many = sum(len(some) for _, some in rows) > most
                     last = after.last if after is not None else 0
                     lane.queue_direct(objects, chunk_bytes, rows, last, outward=outward, waits=many)
                 else:
@@ -245,7 +232,7 @@ class Bus:
                         starts,
                         deadline,
                         outward=outward,
-                        waits=not pinned,
+                        waits=not pinned or len(objects) > most,
                     )
         except BaseException:
             self._lanes[outward].put(lane)
@@ -422,7 +409,8 @@ class _Lane:
         outward: bool,
         waits: bool,
     ) -> None:
-        """Queue everything or nothing. `waits`: the host's memory is not registered."""
+        """Queue everything or nothing. `waits`: the host's memory is not registered, or the queue
+        may be full."""
         slots = -(-objects.length // SLOT_ALIGN) * SLOT_ALIGN
         self._have_halves(int(slots.max()))
         chunks = hashes_of(objects.length, chunk_bytes)
@@ -463,15 +451,15 @@ class _Lane:
                     self._buffers.copy(Copies(here, there, size), memory, half.mapped)
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     half.computed.record(stream)
-                    bus.wait_for(half.computed)
+                    bus.wait_for(half.computed, waits=waits)
                     self._copy(rows, outward=True, waits=waits)
                     self._gap(waits)
-                    half.moved.record(bus)
+                    half.moved.record(bus, waits=waits)
                 else:
                     if half.used:
-                        bus.wait_for(half.computed)
+                        bus.wait_for(half.computed, waits=waits)
                     bus.copy_rows(rows, outward=False, waits=waits)
-                    half.moved.record(bus)
+                    half.moved.record(bus, waits=waits)
                     stream.wait_for(half.moved)
                     self._hash(where, ONE_RUN, first_hash, last_hash, per_piece)
                     self._buffers.copy(Copies(there, here, size), half.mapped, memory)

@@ -31,13 +31,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.carriers.base import (
-    Carrier,
-    MemoryRegion,
-    Transfer,
-    TransferState,
-    decode_endpoint,
-)
+from kvferry.carriers.base import Carrier, MemoryRegion, Transfer, TransferState, decode_endpoint
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import (
     IPC_HANDLE_BYTES,
@@ -101,11 +95,13 @@ class CudaCarrier(Carrier):
             if region.bytes == 0:
                 continue
             first, last = place_of(region.address), place_of(region.address + region.bytes - 1)
-            if first is None or last is None or first.base != last.base:
+            if first is None or last is None:
                 raise TransferError(
                     f"{region.bytes} bytes at {region.address:#x} are not inside one allocation of "
                     "device memory; the cuda carrier moves device memory only"
                 )
+            if first.base != last.base:
+                raise _not_shared(region.address, "it is made of several allocations")
             if self._device is not None and first.ordinal != self._device.ordinal:
                 raise TransferError(
                     f"memory of GPU {self._device.ordinal} and of GPU {first.ordinal}: make one "
@@ -365,12 +361,15 @@ def export(place: DevicePlace) -> Allocation:
         with owner.current():
             handle = owner.export(place.base)
     except CudaError as error:
-        raise TransferError(
-            f"device memory at {place.base:#x} cannot be shared between processes: {error}. It was "
-            "not allocated by cudaMalloc; with torch, set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        ) from None
+        raise _not_shared(place.base, error) from None
     return Allocation(place.base, place.bytes, handle, owner.uuid)
+
+
+def _not_shared(address: int, why: object) -> TransferError:
+    return TransferError(
+        f"device memory at {address:#x} cannot be shared between processes: {why}. It was not "
+        "allocated by cudaMalloc; with torch, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+    )
 
 
 def within(regions: Iterable[MemoryRegion], base: int, size: int) -> list[MemoryRegion]:
@@ -396,34 +395,28 @@ class CudaTransfers:
 
     def __init__(self) -> None:
         self.rate = FIRST_RATE  # bytes a second that the device has copied lately
-        self._all: dict[CudaTransfer, CudaPeer] = {}  # each use of it is one atomic operation
+        self.left: dict[CudaTransfer, CudaPeer] = {}  # each use of it is one atomic operation
         self._closed = False
-
-    def add(self, transfer: CudaTransfer, peer: CudaPeer) -> None:
-        self._all[transfer] = peer
-
-    def remove(self, transfer: CudaTransfer) -> None:
-        self._all.pop(transfer, None)
 
     def has_room(self) -> bool:
         """Whether one more may begin. Checks the transfers under way first."""
         if self._closed:
             raise Cancelled("the carrier is closed")
-        if len(self._all) < SWEPT_FROM:
+        if len(self.left) < SWEPT_FROM:
             return True
-        begun = [transfer for transfer in list(self._all) if transfer.begun]
+        begun = [transfer for transfer in list(self.left) if transfer.begun]
         return sum(not transfer.look() for transfer in begun) < MOST_BEGUN
 
     def begin_next(self) -> None:
         """Begin the transfer that has waited longest for others to end, if any."""
-        for transfer in list(self._all):
+        for transfer in list(self.left):
             if not transfer.begun:
                 transfer.look()
                 return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
         """Cancel the transfers of one peer, or all."""
-        for transfer, its in list(self._all.items()):
+        for transfer, its in list(self.left.items()):
             if peer is None or its is peer:
                 with contextlib.suppress(TransferError):
                     transfer.cancel()
@@ -460,7 +453,7 @@ class CudaTransfer:
         self._lock = threading.Lock()
         self._ended = False
         self._error: TransferError | None = None
-        transfers.add(self, peer)
+        transfers.left[self] = peer
         self.look()
 
     @property
@@ -578,7 +571,7 @@ class CudaTransfer:
 
     def _end(self) -> None:
         """Give back its resources. Its bytes are right only if the peer has lived until now."""
-        self._transfers.remove(self)
+        self._transfers.left.pop(self, None)
         self._ended = True
         if self._buffers is None:
             return

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -139,10 +139,8 @@ class Driver:
             "cuStreamWaitEvent", c_void_p, c_void_p, c_uint, keeping=False
         )
         rows = ("cuMemcpy2DAsync_v2", c_void_p, c_void_p)
-        self.copy_rows, self.copy_rows_waiting = (
-            self._typed(*rows),
-            self._typed(*rows, keeping=False),
-        )
+        self.copy_rows = self._typed(*rows)
+        self.copy_rows_waiting = self._typed(*rows, keeping=False)
 
     def _typed(self, name: str, *types: Any, keeping: bool = True) -> Callable[..., int]:
         call = getattr(self._keeping if keeping else self._library, name)
@@ -193,25 +191,16 @@ def device_count() -> int:
 def gpu_links() -> dict[tuple[int, int], str]:
     """The link between each two GPUs of this host: NVLink or PCIe, or empty if one of them cannot
     reach the other's memory. Allocates no memory on them."""
-    calls, handles = driver(), []
-    for ordinal in range(device_count()):
-        handle = c_int()
-        calls.call("cuDeviceGet", byref(handle), ordinal)
-        handles.append(handle)
     found = {}
-    for (n, here), (m, there) in combinations(enumerate(handles), 2):
-        way, back, atomic = c_int(), c_int(), c_int()
-        calls.call("cuDeviceCanAccessPeer", byref(way), here, there)
-        calls.call("cuDeviceCanAccessPeer", byref(back), there, here)
-        calls.call("cuDeviceGetP2PAttribute", byref(atomic), _P2P_ATOMIC, here, there)
-        near = way.value and back.value
-        found[n, m] = ("NVLink" if atomic.value else "PCIe") if near else ""
+    for here, there in combinations(map(device, range(device_count())), 2):
+        near = here.can_reach(there) and there.can_reach(here)
+        found[here.ordinal, there.ordinal] = here.link_to(there) if near else ""
     return found
 
 
 @cache
 def device(ordinal: int) -> Device:
-    """The device of that number. Its primary context is kept."""
+    """The device of that number."""
     return Device(ordinal)
 
 
@@ -229,15 +218,23 @@ def place_of(address: int) -> DevicePlace | None:
     kind, ordinal = c_uint(), c_int()
     at = c_uint64(address)
     calls = driver()
-    if calls.status("cuPointerGetAttribute", byref(kind), _ATTRIBUTE_MEMORY_TYPE, at):
-        return None
-    if kind.value != _MEMORY_TYPE_DEVICE:
+    code = calls.status("cuPointerGetAttribute", byref(kind), _ATTRIBUTE_MEMORY_TYPE, at)
+    if code or kind.value != _MEMORY_TYPE_DEVICE:
         return None
     calls.call("cuPointerGetAttribute", byref(ordinal), _ATTRIBUTE_ORDINAL, at)
     base, size = c_uint64(), c_size_t()
     with device(ordinal.value).current():
         calls.call("cuMemGetAddressRange_v2", byref(base), byref(size), at)
     return DevicePlace(ordinal.value, base.value, size.value)
+
+
+def device_of(addresses: Iterable[int]) -> Device:
+    """The device in whose memory all these addresses lie."""
+    places = [place_of(address) for address in addresses]
+    ordinals = {place.ordinal if place is not None else -1 for place in places}
+    if len(ordinals) != 1 or -1 in ordinals:
+        raise TransferError("the memory is not that of one GPU")
+    return device(ordinals.pop())
 
 
 def is_mapped(address: int, size: int) -> bool:
@@ -289,11 +286,9 @@ class Device:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self._driver = driver()
-        handle, context = c_int(), c_void_p()
+        handle = c_int()
         self._driver.call("cuDeviceGet", byref(handle), ordinal)
-        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), handle)
-        self._handle, self._context = handle, context
-        self._current = Current(self._driver, context)
+        self._handle = handle
         uuid = ctypes.create_string_buffer(UUID_BYTES)
         self._driver.call("cuDeviceGetUuid_v2", uuid, handle)
         self.uuid = uuid.raw
@@ -305,6 +300,18 @@ class Device:
             self._driver.call("cuDeviceGetAttribute", byref(value), what, handle)
         self.capability = 10 * major.value + minor.value
 
+    @cached_property
+    def _context(self) -> c_void_p:
+        """Its primary context, which is kept. It takes some hundred MiB of the device, so a device
+        that is only looked at has none."""
+        context = c_void_p()
+        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), self._handle)
+        return context
+
+    @cached_property
+    def _current(self) -> Current:
+        return Current(self._driver, self._context)
+
     def current(self) -> Current:
         """Makes it this thread's device in a `with` statement. From any thread."""
         return self._current
@@ -315,6 +322,13 @@ class Device:
         can = c_int()
         self._driver.call("cuDeviceCanAccessPeer", byref(can), self._handle, other._handle)
         return bool(can.value)
+
+    def link_to(self, other: Device) -> str:
+        """The link to a device that this one can reach."""
+        atomic = c_int()
+        handles = self._handle, other._handle
+        self._driver.call("cuDeviceGetP2PAttribute", byref(atomic), _P2P_ATOMIC, *handles)
+        return "NVLink" if atomic.value else "PCIe"
 
     def reach(self, other: Device) -> None:
         if other.ordinal != self.ordinal:
@@ -480,9 +494,7 @@ class CudaEvent:
     def milliseconds_since(self, other: CudaEvent) -> float:
         """Both events must have timing and be done."""
         value = ctypes.c_float()
-        call = self._driver.status("cuEventElapsedTime", byref(value), other.handle, self.handle)
-        if call:
-            raise self._driver.error("cuEventElapsedTime", call)
+        self._driver.call("cuEventElapsedTime", byref(value), other.handle, self.handle)
         return value.value
 
     def destroy(self) -> None:
@@ -501,7 +513,6 @@ class Function:
             self._driver.call("cuFuncSetAttribute", handle, _FUNCTION_MAX_SHARED, shared_bytes)
         self._handle, self._threads, self._shared = handle, 32 * warps, shared_bytes
         self._local = threading.local()
-        self._launch = self._driver.launch
 
     def launch(self, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
         """`values`: the arguments. Each takes eight bytes; the kernel reads the low ones."""
@@ -513,8 +524,7 @@ class Function:
             arguments = self._local.arguments = (numbers, pointers)
         numbers, pointers = arguments
         numbers[:] = values
-        code = self._launch(
+        code = self._driver.launch(
             self._handle, grid, 1, 1, self._threads, 1, 1, self._shared, stream.handle, pointers, 0
         )
-        if code:
-            raise self._driver.error("cuLaunchKernel", code)
+        self._driver.check("cuLaunchKernel", code)

@@ -23,15 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.carriers.base import (
-    Bytes,
-    MemoryRegion,
-    StagedMemory,
-    slices,
-)
+from kvferry.carriers.base import Bytes, MemoryRegion, StagedMemory, slices
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device, place_of
+from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device_of
 from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
@@ -45,11 +40,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
     """Regions of one GPU's memory. Any thread may use it."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        places = [place_of(region.address) for region in regions]
-        ordinals = {-1 if place is None else place.ordinal for place in places}
-        if len(ordinals) != 1 or -1 in ordinals:
-            raise TransferError("the memory is not that of one GPU")
-        self._device = device(ordinals.pop())
+        self._device = device_of(region.address for region in regions)
         self._memory = Mapped.of([(regions, 0)])
         self._pool = StagingPool(self._device)
         self.warmed = threading.Event()  # set when kernels and buffers are ready for the first use

@@ -120,6 +120,7 @@ class LibraryCarrier(Carrier):
         self.flavour = flavour
         self._lock = threading.Lock()
         self._table = RegionTable.of([])  # the regions in the endpoint
+        self._registered: list[MemoryRegion] = []  # with the library
         self._peers: list[LibraryPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
@@ -177,16 +178,17 @@ class LibraryCarrier(Carrier):
             self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Joins neighbours to one region, and registers that again."""
+        """On the host, joins neighbours to one region, and registers that again. Neighbours on a
+        GPU may be allocations of their own, and no driver registers two as one."""
         with self._lock:
-            before = self._table.regions()
+            before = self._registered
             table = RegionTable.of([*before, *regions])
-            after = table.regions()
+            after = table.regions() if self.device == ON_HOST else [*before, *regions]
             for region in set(before) - set(after):
                 self.unregister_one(region)
             for region in set(after) - set(before):
                 self.register_one(region)
-            self._table = table
+            self._registered, self._table = after, table
 
     def endpoint(self) -> bytes:
         if self._closed:
@@ -207,6 +209,8 @@ class LibraryCarrier(Carrier):
 
     def connect(self, endpoint: bytes, deadline: float) -> LibraryPeer:
         """Connect to the peer's pulse, and read one byte of its memory through the library."""
+        if self._closed:
+            raise Cancelled("the carrier was closed")
         found = LibraryEndpoint.decode(endpoint, self.name)
         if found.flavour != self.flavour:
             raise TransferError(
@@ -298,7 +302,7 @@ class LibraryCarrier(Carrier):
             if not self._closed or self._peers or self._was_shut:
                 return
             self._was_shut = True
-        for region in (*self._table.regions(), self._own):
+        for region in (*self._registered, self._own):
             self.unregister_one(region)
         self._shut()
         self._pulse.close()  # the last: until then, bytes may be on their way to peers
