@@ -368,16 +368,43 @@ async def test_numbers_that_begin_again_on_one_connection(w: World) -> None:
     assert (w.held(2), w.stats.restarts, w.stats.state) == (0, 1, "live")
 
 
-@in_a_world
-async def test_whoever_sees_a_restart_may_say_so(w: World) -> None:
-    w.follow()
-    await w.connected()
-    await w.publisher.publish(stored(1))
-    await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
-    w.stream.restarted()
-    assert w.held(1) == 0 and w.stats.known == 0
-    await w.until(lambda: w.held(1) == 12)  # it was no restart: the replay has everything
-    assert w.stats.state == "live"
+@pytest.mark.parametrize("replay", [True, False])
+def test_an_engine_that_was_cut_off_for_a_moment_is_known_still(replay: bool) -> None:
+    """Its probes failed, and it is up again: its replay does not go back to the beginning."""
+
+    async def inside() -> None:
+        async with world() as w:
+            w.follow(replay=replay)
+            await w.connected()
+            for seed in range(5):
+                await w.publisher.publish(stored(seed))
+            await w.until(lambda: w.held(4) == 12 and w.stats.state == "live")
+            w.publisher.remembers = 1
+            asked = len(w.publisher.asked)
+            w.stream.came_up()
+            await w.until(lambda: len(w.publisher.asked) > asked or not replay)
+            await w.publisher.publish(stored(5))
+            await w.until(lambda: w.held(5) == 12)
+            assert all(w.held(seed) == 12 for seed in range(6))
+            assert (w.stats.state, w.stats.lost_events, w.stats.restarts) == ("live", 0, 0)
+
+    asyncio.run(inside())
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_an_engine_that_came_up_without_its_publisher_is_forgotten(replay: bool) -> None:
+    async def inside() -> None:
+        async with world() as w:
+            w.follow(replay=replay)
+            await w.connected()
+            await w.publisher.publish(stored(1))
+            await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
+            await w.publisher.close()
+            await asyncio.sleep(0.2)  # the stream hears of it
+            w.stream.came_up()
+            await w.until(lambda: w.stats.known == 0)
+
+    asyncio.run(inside())
 
 
 @in_a_world

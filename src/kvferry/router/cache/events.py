@@ -25,7 +25,8 @@ What happens:
                                          the engine did not restart. Without a replay: lost
     a batch cannot be read               it is missing, and no replay has it
     no answer to a replay                lost; asked again after a while, longer each time
-    `restarted` is called                forget at once, replay from 0
+    the engine was down and is up        as for a new connection. Without a replay: nothing if the
+                                         connection stood all the time, else forget at once
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
@@ -45,6 +46,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.router.cache.index import CacheIndex, Event
 
@@ -52,7 +54,7 @@ log = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
-_POLL_SECONDS = 0.5  # between two looks at `_restarted` and `_replay_at`
+_POLL_SECONDS = 0.5  # between two looks at `_replay_at`
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
 ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # each of which must bring the stream further
@@ -76,7 +78,7 @@ class EventSource:
 class EventStreams:
     """The two streams of one engine: its events, and the replay of those that were missed.
 
-    Everything but `restarted` happens in the task that calls `run`.
+    Everything but `came_up` happens in the task that calls `run`.
     """
 
     def __init__(self, index: CacheIndex, engine: str, source: EventSource) -> None:
@@ -89,11 +91,10 @@ class EventStreams:
         self._begun = False  # `_last` counts; before that, any number may come
         self._stopgap = False  # batches were applied because a replay was not answered
         self._heard = -1  # number of the last batch that the publisher sent by itself
-        self._connections = 0
+        self._connected = False  # as far as the socket has noticed
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
         self._unanswered = False  # the last replay
         self._settled_at = 0.0  # when to ask once more after a connection was made
-        self._restarted = False
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
@@ -117,46 +118,47 @@ class EventStreams:
         self._task.cancel()
         return self._task
 
-    def restarted(self) -> None:
-        """The engine came up again. What it held is forgotten when this returns."""
-        self._index.forget_part(self._part)
-        self._restarted = True
+    def came_up(self) -> None:
+        """The engine was down, perhaps only for the router, and may be another process."""
+        if self.source.replay is not None:
+            self._replay_at = 0.0
+        elif not self._connected:
+            self._begin_again()
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
         _set_up(socket)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(watch, zmq.POLLIN)
         try:
             socket.connect(self.source.events)
             while True:
-                if self._restarted:
-                    self._restarted = False
-                    self._begin_again()
                 if self._replay_at is not None and time.monotonic() >= self._replay_at:
                     await self._catch_up(context)
                 ready = dict(await poller.poll(_POLL_SECONDS * 1000))
                 if watch in ready:
-                    await watch.recv_multipart()
-                    self._connected()
+                    message = await recv_monitor_message(watch)
+                    self._connected = message["event"] != zmq.EVENT_DISCONNECTED
+                    if self._connected:
+                        self._follow_anew()
                 if socket in ready:
                     self._receive(await socket.recv_multipart())
         finally:
+            self._connected = False
             socket.disable_monitor()
             watch.close(linger=0)
             socket.close(linger=0)
 
-    def _connected(self) -> None:
+    def _follow_anew(self) -> None:
         """Behind a new connection, there may be another process than before."""
-        self._connections += 1
         self._heard = -1
         if self.source.replay is not None:
             self._replay_at = 0.0
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
-        elif self._connections > 1 and self._begun:
+        elif self._begun:
             self._lose("the connection broke")
             self._begun = False
 
@@ -258,15 +260,10 @@ class EventStreams:
         The request includes the last known batch: a publisher whose batch differs is another
         engine.
         """
-        if self._restarted:
-            self._restarted = False
-            self._begin_again()
         known = self._last if self._begun and not self._stopgap and self._last >= 0 else None
         first = True
         async with aclosing(self._ask(context, known or 0)) as batches:
             async for number, payload in batches:
-                if self._restarted:
-                    return False
                 if first and known is None:
                     self._index.forget_part(self._part)
                     self._stopgap = False
