@@ -46,6 +46,7 @@ class Publisher:
         self.number = 0  # of the next batch
         self.asked: list[int] = []
         self.drop_in_replays: set[int] = set()  # once
+        self.most_in_replays = 100_000  # messages of one replay; the rest is dropped, with its end
         self.silent = False
         self._sent: list[tuple[int, bytes]] = []
         self._task = asyncio.create_task(self._answer())
@@ -88,13 +89,15 @@ class Publisher:
             self.asked.append(int.from_bytes(start, "big"))
             if self.silent:
                 continue
+            told = []
             for number, payload in list(self._sent):
                 if number in self.drop_in_replays:
                     self.drop_in_replays.remove(number)
                 elif number >= self.asked[-1]:
-                    told = [client, b"", b"", number.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(told)
-            await self._router.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+                    told.append([client, b"", b"", number.to_bytes(8, "big"), payload])
+            told.append([client, b"", b"", b"\xff" * 8, b""])
+            for message in told[: self.most_in_replays]:
+                await self._router.send_multipart(message)
 
 
 class World:
@@ -251,6 +254,18 @@ async def test_batches_that_a_replay_drops_are_asked_for_again(w: World) -> None
     await w.until(lambda: w.stats.state == "live")
     assert all(w.held(seed) == 12 for seed in range(20))
     assert w.publisher.asked[:2] == [0, 6] and w.stats.events == 20
+
+
+@in_a_world
+async def test_a_long_replay_is_asked_for_in_as_many_parts_as_it_takes(w: World) -> None:
+    """vLLM's publisher drops what its socket's queue of 1,000 has no room for."""
+    for seed in range(9):
+        await w.publisher.publish(stored(seed))
+    w.publisher.most_in_replays = 2
+    w.follow()
+    await w.until(lambda: w.stats.state == "live" and len(w.publisher.asked) > 8)
+    assert all(w.held(seed) == 12 for seed in range(9))
+    assert w.publisher.asked[:9] == [0, *range(1, 9)] and w.stats.events == 9
 
 
 @in_a_world

@@ -57,7 +57,7 @@ _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
 _POLL_SECONDS = 0.5  # between two looks at `_replay_at`
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
 ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
-_REPLAY_TRIES = 5  # each of which must bring the stream further
+_REPLAY_TRIES = 5  # that do not bring the stream further; a publisher drops most of a long replay
 RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
 _MOST_RETRY_SECONDS = 60.0
 _SETTLE_SECONDS = 0.5  # until a new connection surely carries everything that is published
@@ -207,6 +207,12 @@ class EventStreams:
         else:
             self._index.incomplete(self._part)
 
+    def _begin_over(self, last: int) -> None:
+        """The same, in place of all that was told before."""
+        self._index.forget_part(self._part)
+        self._stopgap = False
+        self._begin(last)
+
     def _begin_again(self) -> None:
         self._index.forget_part(self._part)
         self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
@@ -228,22 +234,21 @@ class EventStreams:
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything that was missed."""
-        part, before = self._part, self._part.view
+        part, tries = self._part, _REPLAY_TRIES
         part.replaying = True
         try:
             async with asyncio.timeout(_REPLAY_SECONDS):
-                for _ in range(_REPLAY_TRIES):
-                    if await self._replay(context):
-                        break
-                else:
-                    raise TimeoutError
+                last = self._last
+                while not await self._replay(context):
+                    tries -= self._last == last
+                    if not tries:
+                        raise TimeoutError
+                    last = self._last
         except (TimeoutError, zmq.ZMQError):
             if self._begun and not self._stopgap:
                 part.lost_events += max(0, self._heard - self._last)
                 self._lose("the replay does not answer")
                 self._begun = False
-            elif not self._begun and before == "live":
-                self._index.incomplete(part)
             self._unanswered = True
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
@@ -262,33 +267,34 @@ class EventStreams:
         """
         known = self._last if self._begun and not self._stopgap and self._last >= 0 else None
         first = True
-        async with aclosing(self._ask(context, known or 0)) as batches:
-            async for number, payload in batches:
-                if first and known is None:
-                    self._index.forget_part(self._part)
-                    self._stopgap = False
-                    self._begin(number - 1)
-                elif first and number == known:
-                    if _digest(payload) != self._last_digest:
-                        self._note_restart()
+        try:
+            async with aclosing(self._ask(context, known or 0)) as batches:
+                async for number, payload in batches:
+                    if first and known is None:
+                        self._begin_over(number - 1)
+                    elif first and number == known:
+                        if _digest(payload) != self._last_digest:
+                            self._note_restart()
+                            return False
+                    elif first:
+                        self._part.lost_events += number - self._last - 1
+                        self._lose("the replay does not go back that far")
+                        self._begun = False
                         return False
-                elif first:
-                    self._part.lost_events += number - self._last - 1
-                    self._lose("the replay does not go back that far")
-                    self._begun = False
-                    return False
-                elif number != self._last + 1:  # the publisher drops what it cannot send at once
-                    return False
-                if not first or known is None:
-                    self._apply(number, payload)
-                first = False
+                    elif number != self._last + 1:  # the publisher drops what it cannot send at once
+                        return False
+                    if not first or known is None:
+                        self._apply(number, payload)
+                    first = False
+        except TimeoutError:
+            if first:
+                raise
+            return False  # the rest was dropped, with its end
         if first and known is not None:  # it has not published that much
             self._note_restart()
             return False
         if first:
-            self._index.forget_part(self._part)
-            self._stopgap = False
-            self._begin(-1)
+            self._begin_over(-1)
         return True
 
     async def _ask(
