@@ -22,9 +22,6 @@ import uvicorn
 from prometheus_client import disable_created_metrics, generate_latest
 
 from kvferry.net.names import is_loopback
-from kvferry.router.admin import METHODS as ADMIN_METHODS
-from kvferry.router.admin import PATH as ADMIN_PATH
-from kvferry.router.admin import Admin
 from kvferry.router.api import (
     Answer,
     ApiError,
@@ -43,6 +40,9 @@ from kvferry.router.clients import (
     Route,
     require_method,
 )
+from kvferry.router.fleet.admin import METHODS as ADMIN_METHODS
+from kvferry.router.fleet.admin import PATH as ADMIN_PATH
+from kvferry.router.fleet.admin import Admin
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (

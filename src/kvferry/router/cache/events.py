@@ -281,7 +281,9 @@ class EventStreams:
                         self._lose("the replay does not go back that far")
                         self._begun = False
                         return False
-                    elif number != self._last + 1:  # the publisher drops what it cannot send at once
+                    elif (
+                        number != self._last + 1
+                    ):  # the publisher drops what it cannot send at once
                         return False
                     if not first or known is None:
                         self._apply(number, payload)
