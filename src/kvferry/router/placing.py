@@ -25,7 +25,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from random import Random
 
 import msgspec
@@ -93,7 +93,7 @@ class Placer:
             fleet.transport, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
         )
         self._fleet, self._limits = fleet, config.limits
-        self._random = Random()
+        self.random = Random()
         # Prompts that an engine was sent and has not computed yet, by how they begin.
         self.unsure = Counter[tuple[str, bytes]]()
         self._followers: dict[str, EventStreams] = {}
@@ -150,9 +150,6 @@ class Placer:
                 view = msgspec.structs.replace(view, waiting_tokens=work, running=running)
             views.append(view)
         return views
-
-    def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
-        return place(prompt, views, self._random)
 
     def meter(self, engine: str) -> EngineMeter:
         """An engine's own. A removed engine has one that is not shown anywhere."""
@@ -304,7 +301,7 @@ class RequestWay:
                 views[at] = msgspec.structs.replace(view, roles=roles)
         self._holdings = tuple(self._placing.index.holdings(self._chain))
         prompt = PromptView(self.tokens, self._holdings, may_hand_over, self._output_tokens)
-        self.decision = self._placing.decide(prompt, views)
+        self.decision = place(prompt, views, self._placing.random)
         return self.decision
 
     def summary(self) -> bytes:
@@ -336,8 +333,7 @@ class RequestWay:
 
     def first(self) -> None:
         """The first bytes of a stream came."""
-        if self._stream is None:
-            return
+        assert self._stream is not None
         now = time.monotonic()
         self.actual_seconds = now - self._begun
         self._settle()

@@ -270,23 +270,16 @@ class EventStreams:
         try:
             async with aclosing(self._ask(context, known or 0)) as batches:
                 async for number, payload in batches:
-                    if first and known is None:
-                        self._begin_over(number - 1)
-                    elif first and number == known:
-                        if _digest(payload) != self._last_digest:
-                            self._note_restart()
+                    if first and known is not None:
+                        if not self._goes_on(number, payload):
                             return False
                     elif first:
-                        self._part.lost_events += number - self._last - 1
-                        self._lose("the replay does not go back that far")
-                        self._begun = False
-                        return False
-                    elif (
-                        number != self._last + 1
-                    ):  # the publisher drops what it cannot send at once
-                        return False
-                    if not first or known is None:
+                        self._begin_over(number - 1)
                         self._apply(number, payload)
+                    elif number == self._last + 1:
+                        self._apply(number, payload)
+                    else:  # the publisher drops what it cannot send at once
+                        return False
                     first = False
         except TimeoutError:
             if first:
@@ -297,6 +290,18 @@ class EventStreams:
             return False
         if first:
             self._begin_over(-1)
+        return True
+
+    def _goes_on(self, number: int, payload: bytes) -> bool:
+        """Whether a replay's first batch is the last one that was applied."""
+        if number != self._last:
+            self._part.lost_events += number - self._last - 1
+            self._lose("the replay does not go back that far")
+            self._begun = False
+            return False
+        if _digest(payload) != self._last_digest:
+            self._note_restart()
+            return False
         return True
 
     async def _ask(
