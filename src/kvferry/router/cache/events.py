@@ -89,11 +89,10 @@ class EventStreams:
         self._last = -1  # number of the last batch that was applied
         self._last_digest = b""  # of its bytes
         self._begun = False  # `_last` counts; before that, any number may come
-        self._stopgap = False  # batches were applied because a replay was not answered
         self._heard = -1  # number of the last batch that the publisher sent by itself
         self._connected = False  # as far as the socket has noticed
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
-        self._unanswered = False  # the last replay
+        self._unanswered = False  # the last replay; batches since then are better than nothing
         self._settled_at = 0.0  # when to ask once more after a connection was made
 
     async def run(self) -> None:
@@ -173,7 +172,7 @@ class EventStreams:
         self._heard = number
         if not self._begun and number == 0:
             self._begin(-1)
-            self._replay_at = None
+            self._replay_at, self._unanswered = None, False
         if self._begun and number <= self._last:
             return  # a replay had it already
         if not self._begun or number > self._last + 1:
@@ -185,7 +184,6 @@ class EventStreams:
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
             self._begin(number - 1)
-            self._stopgap = self.source.replay is not None
         self._apply(number, payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
@@ -210,12 +208,12 @@ class EventStreams:
     def _begin_over(self, last: int) -> None:
         """The same, in place of all that was told before."""
         self._index.forget_part(self._part)
-        self._stopgap = False
+        self._unanswered = False
         self._begin(last)
 
     def _begin_again(self) -> None:
         self._index.forget_part(self._part)
-        self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
+        self._begun, self._last, self._heard = False, -1, -1
         if self.source.replay is not None:
             self._replay_at, self._unanswered = 0.0, False
 
@@ -245,7 +243,7 @@ class EventStreams:
                         raise TimeoutError
                     last = self._last
         except (TimeoutError, zmq.ZMQError):
-            if self._begun and not self._stopgap:
+            if self._begun and not self._unanswered:
                 part.lost_events += max(0, self._heard - self._last)
                 self._lose("the replay does not answer")
                 self._begun = False
@@ -253,7 +251,7 @@ class EventStreams:
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
         else:
-            self._unanswered, self._retry_seconds = False, RETRY_SECONDS
+            self._retry_seconds = RETRY_SECONDS
             now = time.monotonic()
             self._replay_at = self._settled_at if now < self._settled_at else None
         finally:
@@ -265,7 +263,7 @@ class EventStreams:
         The request includes the last known batch: a publisher whose batch differs is another
         engine.
         """
-        known = self._last if self._begun and not self._stopgap and self._last >= 0 else None
+        known = self._last if self._begun and not self._unanswered and self._last >= 0 else None
         first = True
         try:
             async with aclosing(self._ask(context, known or 0)) as batches:
