@@ -181,6 +181,14 @@ def test_a_prompt_that_another_request_has_not_computed_yet_empties_no_cache():
         wait_until(lambda: not c.router.placing.unsure)
 
 
+def test_a_failed_answer_says_that_nothing_was_handed_over():
+    with routed(0, 1) as c:
+        c.complete(prompt=ids(0, 800))
+        c.decode[0].always = "500"
+        got = c.complete(prompt=ids(1, 800))
+        assert (got.status_code, got.headers["x-kvferry-path"]) == (500, "decode-only")
+
+
 def test_a_removed_engine_leaves_nothing_behind():
     with routed(0, 2) as c:
         c.complete(prompt=ids(1, 800))
