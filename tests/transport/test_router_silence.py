@@ -1,4 +1,4 @@
-"""A host that loses its network in the middle of a request, in a network of its own."""
+"""A host that loses its network, in a network of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,22 @@ def _may_have_a_network() -> None:
 
 @pytest.mark.parametrize("who", ["engine", "client"])
 def test_a_request_ends_when_its_host_is_silent(who: str) -> None:
+    run_alone(who)
+
+
+def test_what_an_engines_events_told_is_known_after_its_host_was_silent() -> None:
+    run_alone("events")
+
+
+def run_alone(what: str) -> None:
     ran = subprocess.run(
-        [*ALONE, sys.executable, str(Path(__file__)), who],
+        [*ALONE, sys.executable, str(Path(__file__)), what],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (ran.returncode, ran.stdout) == (0, f"{who}: ended\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, f"{what}: ended\n"), ran.stderr
 
 
 async def engine() -> None:
@@ -98,6 +107,55 @@ async def client() -> None:
     print("client: ended")
 
 
+async def events() -> None:
+    """An engine is not reached for a while. What its events told is known afterwards."""
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from test_router_events import Publisher, stored
+
+    from kvferry.router.api import Limits, RouterConfig
+    from kvferry.router.flow import Router
+
+    async def healthy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    publisher = Publisher()
+    server = await asyncio.start_server(healthy, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    source = publisher.source
+    limits = Limits(probe_every_seconds=0.1, probe_seconds=0.3, connect_seconds=0.3)
+    named = (f"{url}={source.events},{source.replay}",)
+    router = Router(RouterConfig(prefill=(), decode=(url,), events=named, limits=limits))
+    parts = [asyncio.create_task(part.run()) for part in (router.fleet, router.placing)]
+    (engine,), told = router.fleet.engines, router.placing.index.part(url)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    for seed in range(3):
+        await publisher.publish(stored(seed))
+    await until(lambda: engine.up and told.known == 9 and told.state == "live")
+    publisher.remembers = 1
+    await publisher.publish(stored(3))
+    await until(lambda: told.known == 12)
+    loopback(0)
+    await until(lambda: not engine.up)
+    loopback(IFF_UP)
+    asked = len(publisher.asked)
+    await until(lambda: engine.up and len(publisher.asked) > asked)
+    await publisher.publish(stored(4))
+    await until(lambda: told.known == 15 and told.state == "live")
+    assert (told.lost_events, told.restarts) == (0, 0)
+    for part in parts:
+        part.cancel()
+    await asyncio.gather(*parts, return_exceptions=True)
+    await publisher.close()
+    print("events: ended")
+
+
 if __name__ == "__main__":
     loopback(IFF_UP)
-    asyncio.run({"engine": engine, "client": client}[sys.argv[1]]())
+    asyncio.run({"engine": engine, "client": client, "events": events}[sys.argv[1]]())

@@ -44,16 +44,12 @@ def routed(prefill: int = 1, decode: int = 1, **more: Any) -> Iterator[Cluster]:
         yield made
 
 
-def last_decision(c: Cluster) -> Decision:
-    (decision,) = made_decisions(c)[-1:]
+def last_decision() -> Decision:
+    (decision,) = _decisions[-1:]
     return decision
 
 
-_decisions: dict[int, list[Decision]] = {}
-
-
-def made_decisions(c: Cluster) -> list[Decision]:
-    return _decisions.setdefault(id(c.router.placing), [])
+_decisions: list[Decision] = []
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +57,16 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep each decision, to look at."""
     from kvferry.router import placing
 
-    decide = placing.Placer.decide
+    place = placing.place
+    _decisions.clear()
 
-    def kept(self: placing.Placer, *given: Any) -> Decision | None:
-        decision = decide(self, *given)
+    def kept(*given: Any) -> Decision | None:
+        decision = place(*given)
         if decision is not None:
-            _decisions.setdefault(id(self), []).append(decision)
+            _decisions.append(decision)
         return decision
 
-    monkeypatch.setattr(placing.Placer, "decide", kept)
+    monkeypatch.setattr(placing, "place", kept)
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +142,7 @@ def test_a_cache_of_a_restarted_engine_is_forgotten_at_once():
         wait_until(lambda: c.up()[home.name])
         assert c.router.placing.index.stats()[server.url].estimated_blocks == 0
         c.complete(prompt=ids(1, 800))
-        assert last_decision(c).chosen.cached_tokens == 0
+        assert last_decision().chosen.cached_tokens == 0
 
 
 def test_an_engine_that_had_nothing_of_what_it_was_sent_is_not_believed_again():
@@ -155,12 +152,12 @@ def test_an_engine_that_had_nothing_of_what_it_was_sent_is_not_believed_again():
             c.complete(prompt=ids(number, 320))
         c.decode[0].cached = 0
         c.complete(prompt=ids(0, 640))
-        assert last_decision(c).chosen.cached_tokens == 320
+        assert last_decision().chosen.cached_tokens == 320
         c.complete(prompt=ids(1, 640))
-        assert last_decision(c).chosen.cached_tokens == 0, "one miss is enough"
+        assert last_decision().chosen.cached_tokens == 0, "one miss is enough"
         c.decode[0].cached = 640
         c.complete(prompt=ids(0, 960))
-        assert last_decision(c).chosen.cached_tokens == 640, "what it computed since is there"
+        assert last_decision().chosen.cached_tokens == 640, "what it computed since is there"
         c.expect("prompt_tokens_total", 'source="local"', count=640)
 
 
@@ -173,15 +170,23 @@ def test_a_prompt_that_another_request_has_not_computed_yet_empties_no_cache():
         wait_until(lambda: len(asked(engine)) == 2)
         engine.cached = 0  # it has not computed the first one
         c.complete(prompt=ids(9, 640))
-        assert last_decision(c).chosen.cached_tokens > 0
+        assert last_decision().chosen.cached_tokens > 0
         for _ in CHUNKS:
             engine.gate.release()
         assert first.result().content == b"".join(CHUNKS)
         c.complete(prompt=ids(0, 640))
-        assert last_decision(c).chosen.cached_tokens == 320
+        assert last_decision().chosen.cached_tokens == 320
         c.complete(prompt=ids(9, 960))
-        assert last_decision(c).chosen.cached_tokens == 0, "now it was restarted"
+        assert last_decision().chosen.cached_tokens == 0, "now it was restarted"
         wait_until(lambda: not c.router.placing.unsure)
+
+
+def test_a_failed_answer_says_that_nothing_was_handed_over():
+    with routed(0, 1) as c:
+        c.complete(prompt=ids(0, 800))
+        c.decode[0].always = "500"
+        got = c.complete(prompt=ids(1, 800))
+        assert (got.status_code, got.headers["x-kvferry-path"]) == (500, "decode-only")
 
 
 def test_a_removed_engine_leaves_nothing_behind():
@@ -291,12 +296,12 @@ def test_an_engine_that_failed_a_prompt_is_not_believed_to_hold_it():
         c.decode[0].script = ["500"]
         assert c.complete(prompt=ids(1, 640)).status_code == 500
         c.complete(prompt=ids(1, 960))
-        assert last_decision(c).chosen.cached_tokens == 320
+        assert last_decision().chosen.cached_tokens == 320
         with streams(c, 1):  # one that has begun to answer has computed its prompt
             pass
         wait_until(lambda: c.router.placing.meters[c.servers["d0"].url].running == 0)
         c.complete(prompt=[*ids(900, 40), *ids(5, 40)])
-        assert last_decision(c).chosen.cached_tokens == 32
+        assert last_decision().chosen.cached_tokens == 32
 
 
 def test_a_failed_prefill_engine_is_replaced():
@@ -318,8 +323,8 @@ def test_a_decode_engine_that_fails_after_a_hand_over_makes_a_new_choice():
         assert c.complete(prompt=ids(1, 4000), stream=True).status_code == 500
         assert [len(asked(d)) - had for d, had in zip(c.decode, before, strict=True)] == [1, 1]
         assert len(asked(c.prefill[0])) == 2, "a ticket serves once"
-        assert [d.chosen.prefill is None for d in made_decisions(c)[-2:]] == [False, False]
-        assert len({d.chosen.decode for d in made_decisions(c)[-2:]}) == 2
+        assert [d.chosen.prefill is None for d in _decisions[-2:]] == [False, False]
+        assert len({d.chosen.decode for d in _decisions[-2:]}) == 2
 
 
 def test_what_cannot_be_handed_over_is_placed_by_cost_too():
@@ -412,7 +417,7 @@ def test_an_estimate_is_no_larger_than_the_cache():
             c.complete(prompt=ids(number, 640))
         for number, cached in ((0, 0), (3, 624)):
             c.complete(prompt=ids(number, 640))
-            assert last_decision(c).chosen.cached_tokens == cached
+            assert last_decision().chosen.cached_tokens == cached
         assert c.router.placing.index.stats()[d0].estimated_blocks <= 100
 
 

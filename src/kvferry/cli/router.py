@@ -244,7 +244,7 @@ def _ask(
     with _extra():
         import httpx
 
-        from kvferry.router.admin import PATH
+        from kvferry.router.fleet.admin import PATH
         from kvferry.router.fleet.engines import trusting
     token = admin_token(token_file)
     if token is None:

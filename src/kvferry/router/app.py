@@ -22,9 +22,6 @@ import uvicorn
 from prometheus_client import disable_created_metrics, generate_latest
 
 from kvferry.net.names import is_loopback
-from kvferry.router.admin import METHODS as ADMIN_METHODS
-from kvferry.router.admin import PATH as ADMIN_PATH
-from kvferry.router.admin import Admin
 from kvferry.router.api import (
     Answer,
     ApiError,
@@ -43,6 +40,7 @@ from kvferry.router.clients import (
     Route,
     require_method,
 )
+from kvferry.router.fleet import admin
 from kvferry.router.fleet.engines import EngineFailure, Incoming, UpstreamEngine
 from kvferry.router.flow import ClientReply, Router
 from kvferry.router.guard import (
@@ -77,8 +75,8 @@ class RouterApp:
             LIVE_STREAM: LiveStream(router.live, config.limits).serve,
         }
         if config.token is not None:
-            admin = Admin(router, config.token)
-            self.routes[ADMIN_PATH] = status_route(admin.engines, ADMIN_METHODS)
+            engines = admin.Admin(router, config.token).engines
+            self.routes[admin.PATH] = status_route(engines, admin.METHODS)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI's start and stop. Requests go to `ClientConnection` instead."""

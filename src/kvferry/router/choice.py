@@ -20,11 +20,12 @@ times as long to make. Engines are named by their URL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from operator import attrgetter
 from random import Random
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -119,7 +120,6 @@ class Decision(msgspec.Struct, frozen=True):
 
 # The choice
 
-T = TypeVar("T")
 # Options of one request: alone on the best decode engines, and pairs of the best of both roles.
 MOST_ALONE = 16
 MOST_PREFILL = 6
@@ -172,14 +172,14 @@ def options(
     prefill = []
     if prompt.may_hand_over:
         prefill = [costs.of(e) for e in engines if "prefill" in e.roles]
-    best = _least(MOST_DECODE, decode, _of_decode)
+    best = nsmallest(MOST_DECODE, decode, _of_decode)
     pairs = [
         costs.pair(p, d)
-        for p in _least(MOST_PREFILL, prefill, _of_prefill)
+        for p in nsmallest(MOST_PREFILL, prefill, _of_prefill)
         for d in best
         if p.engine is not d.engine
     ]
-    alone = _least(MOST_ALONE, list(map(costs.alone, decode)), _cost)
+    alone = nsmallest(MOST_ALONE, map(costs.alone, decode), _cost)
     if prompt.tokens <= 0 and pairs:
         # Without a size nothing can be weighed. An operator with prefill engines wants them used.
         alone = []
@@ -325,11 +325,6 @@ def _of_decode(d: _EngineCost) -> float:
 
 
 _cost = attrgetter("cost")
-
-
-def _least(most: int, of: list[T], key: Callable[[T], float]) -> list[T]:
-    """`most` of a list with the least keys; all of a short list, in its own order."""
-    return of if len(of) <= most else sorted(of, key=key)[:most]
 
 
 def _load(engine: EngineView) -> float:

@@ -47,7 +47,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -218,14 +218,6 @@ def _absence(engine: UpstreamEngine) -> str:
     return engine.reason if engine.draining is None else "draining"
 
 
-def _named(engines: Sequence[UpstreamEngine]) -> str:
-    """A few engines, and why they get no requests."""
-    named = [f"{engine.url} ({_absence(engine)})" for engine in engines[:_FEW]]
-    if len(engines) > _FEW:
-        named.append(f"and {len(engines) - _FEW} more")
-    return ", ".join(named)
-
-
 class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
@@ -346,6 +338,8 @@ class _Trip:
         self._router.budget.request()
         # Checked before the prefill, which would be useless without a decode engine.
         while tries < self._limits.tries and await self._turn():
+            if self._alone:
+                self._ticket, self._alone = None, False
             engine = self._choose() or self._pick_decode()
             if engine is None:  # it went down just now
                 continue
@@ -355,8 +349,6 @@ class _Trip:
                 if self._reply.status:
                     return
             if not engine.up:  # it went down while the other prefilled
-                if self._alone:
-                    self._ticket, self._alone = None, False
                 continue
             if tries:
                 self._router.retries["decode"] += 1
@@ -372,8 +364,8 @@ class _Trip:
                 self._asked.failed(str(error))
                 if isinstance(error, AnswerTooLong):
                     break
-                if self._alone or (error.delivered and self._ticket):
-                    self._ticket, self._alone = None, False
+                if error.delivered and self._ticket:
+                    self._ticket = None
                     self._ticket_ended()
                 if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
                     await self._fleet.check(engine)
@@ -602,7 +594,10 @@ class _Trip:
                 message = "the fleet has no decode engine; add one: "
                 message += "kvferry router add URL --role decode"
                 raise ApiError(503, "no_decode_engine", message, seconds)
-            self._asked.trail.append(f"no decode engine is up: {_named(absent)}")
+            named = [f"{engine.url} ({_absence(engine)})" for engine in absent[:_FEW]]
+            if len(absent) > _FEW:
+                named.append(f"and {len(absent) - _FEW} more")
+            self._asked.trail.append(f"no decode engine is up: {', '.join(named)}")
             # Clients do not see the engines' addresses.
             kinds = Counter(_absence(engine).partition(":")[0] for engine in absent)
             why = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_FEW))

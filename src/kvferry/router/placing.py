@@ -14,8 +14,8 @@ their metrics, and hears of engines that come and go. `RequestWay` is one reques
 Without tokens there is no choice to make: the caller takes the engine with the fewest requests. The
 same is true of a router that was told to place by load alone.
 
-An engine that came up may be another process. What it held is forgotten at once; its events, if it
-publishes any, are read from their beginning.
+An engine that came up may be another process. What it held is forgotten at once, unless its events
+tell that it is the same one (`cache.events`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from random import Random
 
 import msgspec
@@ -93,7 +93,7 @@ class Placer:
             fleet.transport, tokenizer=tokenizer, seconds=config.limits.tokenize_seconds
         )
         self._fleet, self._limits = fleet, config.limits
-        self._random = Random()
+        self.random = Random()
         # Prompts that an engine was sent and has not computed yet, by how they begin.
         self.unsure = Counter[tuple[str, bytes]]()
         self._followers: dict[str, EventStreams] = {}
@@ -151,9 +151,6 @@ class Placer:
             views.append(view)
         return views
 
-    def decide(self, prompt: PromptView, views: Iterable[EngineView]) -> Decision | None:
-        return place(prompt, views, self._random)
-
     def meter(self, engine: str) -> EngineMeter:
         """An engine's own. A removed engine has one that is not shown anywhere."""
         return self.meters[engine] if self._fleet.get(engine) is not None else EngineMeter()
@@ -179,7 +176,7 @@ class Placer:
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
             if (streams := self._followers.get(engine.url)) is not None:
-                streams.restarted()
+                streams.came_up()
             else:
                 self.index.forget(engine.url)
         elif kind in ("added", "changed") and self._running:
@@ -304,7 +301,7 @@ class RequestWay:
                 views[at] = msgspec.structs.replace(view, roles=roles)
         self._holdings = tuple(self._placing.index.holdings(self._chain))
         prompt = PromptView(self.tokens, self._holdings, may_hand_over, self._output_tokens)
-        self.decision = self._placing.decide(prompt, views)
+        self.decision = place(prompt, views, self._placing.random)
         return self.decision
 
     def summary(self) -> bytes:
@@ -336,8 +333,7 @@ class RequestWay:
 
     def first(self) -> None:
         """The first bytes of a stream came."""
-        if self._stream is None:
-            return
+        assert self._stream is not None
         now = time.monotonic()
         self.actual_seconds = now - self._begun
         self._settle()

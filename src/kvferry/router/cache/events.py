@@ -25,7 +25,8 @@ What happens:
                                          the engine did not restart. Without a replay: lost
     a batch cannot be read               it is missing, and no replay has it
     no answer to a replay                lost; asked again after a while, longer each time
-    `restarted` is called                forget at once, replay from 0
+    the engine was down and is up        as for a new connection. Without a replay: nothing if the
+                                         connection stood all the time, else forget at once
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
@@ -45,6 +46,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.router.cache.index import CacheIndex, Event
 
@@ -52,10 +54,10 @@ log = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 10_000  # that wait in a socket; the publisher drops more, which is a gap
 _MOST_MESSAGE_BYTES = 64 << 20  # a step of 100,000 tokens has about 1 MB
-_POLL_SECONDS = 0.5  # between two looks at `_restarted` and `_replay_at`
+_POLL_SECONDS = 0.5  # between two looks at `_replay_at`
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
 ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
-_REPLAY_TRIES = 5  # each of which must bring the stream further
+_REPLAY_TRIES = 5  # that do not bring the stream further; a publisher drops most of a long replay
 RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
 _MOST_RETRY_SECONDS = 60.0
 _SETTLE_SECONDS = 0.5  # until a new connection surely carries everything that is published
@@ -76,7 +78,7 @@ class EventSource:
 class EventStreams:
     """The two streams of one engine: its events, and the replay of those that were missed.
 
-    Everything but `restarted` happens in the task that calls `run`.
+    Everything but `came_up` happens in the task that calls `run`.
     """
 
     def __init__(self, index: CacheIndex, engine: str, source: EventSource) -> None:
@@ -87,13 +89,11 @@ class EventStreams:
         self._last = -1  # number of the last batch that was applied
         self._last_digest = b""  # of its bytes
         self._begun = False  # `_last` counts; before that, any number may come
-        self._stopgap = False  # batches were applied because a replay was not answered
         self._heard = -1  # number of the last batch that the publisher sent by itself
-        self._connections = 0
+        self._connected = False  # as far as the socket has noticed
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
-        self._unanswered = False  # the last replay
+        self._unanswered = False  # the last replay; batches since then are better than nothing
         self._settled_at = 0.0  # when to ask once more after a connection was made
-        self._restarted = False
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
@@ -117,46 +117,47 @@ class EventStreams:
         self._task.cancel()
         return self._task
 
-    def restarted(self) -> None:
-        """The engine came up again. What it held is forgotten when this returns."""
-        self._index.forget_part(self._part)
-        self._restarted = True
+    def came_up(self) -> None:
+        """The engine was down, perhaps only for the router, and may be another process."""
+        if self.source.replay is not None:
+            self._replay_at = 0.0
+        elif not self._connected:
+            self._begin_again()
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
         _set_up(socket)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(watch, zmq.POLLIN)
         try:
             socket.connect(self.source.events)
             while True:
-                if self._restarted:
-                    self._restarted = False
-                    self._begin_again()
                 if self._replay_at is not None and time.monotonic() >= self._replay_at:
                     await self._catch_up(context)
                 ready = dict(await poller.poll(_POLL_SECONDS * 1000))
                 if watch in ready:
-                    await watch.recv_multipart()
-                    self._connected()
+                    message = await recv_monitor_message(watch)
+                    self._connected = message["event"] != zmq.EVENT_DISCONNECTED
+                    if self._connected:
+                        self._follow_anew()
                 if socket in ready:
                     self._receive(await socket.recv_multipart())
         finally:
+            self._connected = False
             socket.disable_monitor()
             watch.close(linger=0)
             socket.close(linger=0)
 
-    def _connected(self) -> None:
+    def _follow_anew(self) -> None:
         """Behind a new connection, there may be another process than before."""
-        self._connections += 1
         self._heard = -1
         if self.source.replay is not None:
             self._replay_at = 0.0
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
-        elif self._connections > 1 and self._begun:
+        elif self._begun:
             self._lose("the connection broke")
             self._begun = False
 
@@ -171,7 +172,7 @@ class EventStreams:
         self._heard = number
         if not self._begun and number == 0:
             self._begin(-1)
-            self._replay_at = None
+            self._replay_at, self._unanswered = None, False
         if self._begun and number <= self._last:
             return  # a replay had it already
         if not self._begun or number > self._last + 1:
@@ -183,7 +184,6 @@ class EventStreams:
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
             self._begin(number - 1)
-            self._stopgap = self.source.replay is not None
         self._apply(number, payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
@@ -205,9 +205,15 @@ class EventStreams:
         else:
             self._index.incomplete(self._part)
 
+    def _begin_over(self, last: int) -> None:
+        """The same, in place of all that was told before."""
+        self._index.forget_part(self._part)
+        self._unanswered = False
+        self._begin(last)
+
     def _begin_again(self) -> None:
         self._index.forget_part(self._part)
-        self._begun, self._stopgap, self._last, self._heard = False, False, -1, -1
+        self._begun, self._last, self._heard = False, -1, -1
         if self.source.replay is not None:
             self._replay_at, self._unanswered = 0.0, False
 
@@ -226,27 +232,26 @@ class EventStreams:
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything that was missed."""
-        part, before = self._part, self._part.view
+        part, tries = self._part, _REPLAY_TRIES
         part.replaying = True
         try:
             async with asyncio.timeout(_REPLAY_SECONDS):
-                for _ in range(_REPLAY_TRIES):
-                    if await self._replay(context):
-                        break
-                else:
-                    raise TimeoutError
+                last = self._last
+                while not await self._replay(context):
+                    tries -= self._last == last
+                    if not tries:
+                        raise TimeoutError
+                    last = self._last
         except (TimeoutError, zmq.ZMQError):
-            if self._begun and not self._stopgap:
+            if self._begun and not self._unanswered:
                 part.lost_events += max(0, self._heard - self._last)
                 self._lose("the replay does not answer")
                 self._begun = False
-            elif not self._begun and before == "live":
-                self._index.incomplete(part)
             self._unanswered = True
             self._replay_at = time.monotonic() + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
         else:
-            self._unanswered, self._retry_seconds = False, RETRY_SECONDS
+            self._retry_seconds = RETRY_SECONDS
             now = time.monotonic()
             self._replay_at = self._settled_at if now < self._settled_at else None
         finally:
@@ -258,40 +263,43 @@ class EventStreams:
         The request includes the last known batch: a publisher whose batch differs is another
         engine.
         """
-        if self._restarted:
-            self._restarted = False
-            self._begin_again()
-        known = self._last if self._begun and not self._stopgap and self._last >= 0 else None
+        known = self._last if self._begun and not self._unanswered and self._last >= 0 else None
         first = True
-        async with aclosing(self._ask(context, known or 0)) as batches:
-            async for number, payload in batches:
-                if self._restarted:
-                    return False
-                if first and known is None:
-                    self._index.forget_part(self._part)
-                    self._stopgap = False
-                    self._begin(number - 1)
-                elif first and number == known:
-                    if _digest(payload) != self._last_digest:
-                        self._note_restart()
+        try:
+            async with aclosing(self._ask(context, known or 0)) as batches:
+                async for number, payload in batches:
+                    if first and known is not None:
+                        if not self._goes_on(number, payload):
+                            return False
+                    elif first:
+                        self._begin_over(number - 1)
+                        self._apply(number, payload)
+                    elif number == self._last + 1:
+                        self._apply(number, payload)
+                    else:  # the publisher drops what it cannot send at once
                         return False
-                elif first:
-                    self._part.lost_events += number - self._last - 1
-                    self._lose("the replay does not go back that far")
-                    self._begun = False
-                    return False
-                elif number != self._last + 1:  # the publisher drops what it cannot send at once
-                    return False
-                if not first or known is None:
-                    self._apply(number, payload)
-                first = False
+                    first = False
+        except TimeoutError:
+            if first:
+                raise
+            return False  # the rest was dropped, with its end
         if first and known is not None:  # it has not published that much
             self._note_restart()
             return False
         if first:
-            self._index.forget_part(self._part)
-            self._stopgap = False
-            self._begin(-1)
+            self._begin_over(-1)
+        return True
+
+    def _goes_on(self, number: int, payload: bytes) -> bool:
+        """Whether a replay's first batch is the last one that was applied."""
+        if number != self._last:
+            self._part.lost_events += number - self._last - 1
+            self._lose("the replay does not go back that far")
+            self._begun = False
+            return False
+        if _digest(payload) != self._last_digest:
+            self._note_restart()
+            return False
         return True
 
     async def _ask(

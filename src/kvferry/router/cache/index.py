@@ -428,11 +428,12 @@ class CacheIndex:
             if digest is None:
                 part.unplaced += 1
                 continue
-            if self._where.get(digest, 0) & slot.bits:
+            bits = self._where.get(digest, 0)
+            if bits & slot.bits:
                 key = (slot.bits, name)
                 part.copies[key] = part.copies.get(key, 0) + 1
             else:
-                self._set(digest, slot.bits)
+                self._where[digest] = bits | slot.bits
             if name not in blocks:
                 blocks[name] = digest
                 self.size += 1
@@ -619,9 +620,6 @@ class CacheIndex:
         bit = ~self._bits & (self._bits + 1)  # the lowest that is not in use
         self._bits |= bit
         return bit
-
-    def _set(self, digest: Digest, bits: int) -> None:
-        self._where[digest] = self._where.get(digest, 0) | bits
 
     def _unset(self, digest: Digest, bits: int) -> int:
         """Clear bits. Returns those that are left."""

@@ -150,7 +150,7 @@ class PromptChains:
             # The client that had asked is gone: the first of the others asks again.
         if len(self._asking) >= self._most_asked:
             return self._without("busy")
-        if not self._engine(engine).may_be_asked:
+        if time.monotonic() < self._engine(engine).paused_until:
             return self._without("failed")
         authorization = [(k, v) for k, v in headers if k == b"authorization"]
         # Not a task of its own: most prompts are asked for once.
@@ -227,7 +227,7 @@ class PromptChains:
         if now - engine.looked_at > _REFRESH_SECONDS:
             answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
             engine.looked_at = now
-            cards = _MODELS.decode(answer).data if answer else []
+            cards = msgspec.json.decode(answer, type=_Models).data if answer else []
             engine.parents = {card.id: card.parent or "" for card in cards}
             if cards:
                 engine.parents[""] = ""  # a request without a model
@@ -242,8 +242,8 @@ class PromptChains:
             answer = await self._call(b"POST", url, body, headers, until, absent)
             if answer:
                 if asked.path == CHAT:
-                    return _RENDERED.decode(answer).token_ids
-                (only,) = _RENDERED_ALL.decode(answer)
+                    return msgspec.json.decode(answer, type=_Rendered).token_ids
+                (only,) = msgspec.json.decode(answer, type=list[_Rendered])
                 return only.token_ids
             engine.render_at = now + _RECHECK_SECONDS
         if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
@@ -255,7 +255,7 @@ class PromptChains:
             raise ValueError(str(error)) from None  # the request's fault
         answer = await self._call(b"POST", url, body, headers, until)
         if answer:
-            return _TOKENIZED.decode(answer).tokens
+            return msgspec.json.decode(answer, type=_Tokenized).tokens
         engine.looked_at = float("-inf")
         await self._look_at_models(engine, headers, until)
         if engine.namespace(asked) is None:  # an adapter that was taken out is a 404 too
@@ -370,10 +370,6 @@ class _Engine:
     failures: int = 0  # in a row
     paused_until: float = 0.0
 
-    @property
-    def may_be_asked(self) -> bool:
-        return time.monotonic() >= self.paused_until
-
     def namespace(self, asked: AskedPrompt) -> Namespace | None:
         """None: it is not known that the engine serves this model."""
         parent = self.parents.get(asked.model)
@@ -405,7 +401,7 @@ class AskedPrompt:
         }
         self.model = self.value("model") or ""
         salt = every.get("cache_salt")
-        self.salt = "" if not salt or bytes(salt) == _NULL else _TEXT.decode(salt)
+        self.salt = "" if not salt or bytes(salt) == _NULL else msgspec.json.decode(salt, type=str)
         self.truncated = "truncate_prompt_tokens" in self.fields
         self.token_ids: list[int] | None = None
         embedded = every.get("prompt_embeds")
@@ -454,7 +450,7 @@ class AskedPrompt:
         if len(raw) > _MOST_IDS_BYTES:
             return False
         try:
-            self.token_ids = _TOKEN_IDS.decode(raw)
+            self.token_ids = msgspec.json.decode(raw, type=list[int])
         except msgspec.ValidationError:
             return False
         return bool(self.token_ids) and not self.truncated
@@ -495,10 +491,4 @@ class _Tokenized(msgspec.Struct):
 
 
 _NULL = b"null"
-_TEXT = msgspec.json.Decoder(str)
-_TOKEN_IDS = msgspec.json.Decoder(list[int])
 _CHAIN_TOKENS = 256  # what a chain without tokens takes
-_MODELS = msgspec.json.Decoder(_Models)
-_RENDERED = msgspec.json.Decoder(_Rendered)
-_RENDERED_ALL = msgspec.json.Decoder(list[_Rendered])
-_TOKENIZED = msgspec.json.Decoder(_Tokenized)

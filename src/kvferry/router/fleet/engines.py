@@ -130,7 +130,7 @@ class UpstreamEngine:
     @property
     def room(self) -> int:
         """How many more requests it gets now."""
-        if not self.up or self.draining is not None or self.removed:
+        if not self.open:
             return 0
         most = self.trial or self._limits.max_running
         return max(0, most - self.in_flight - self.reserved)
