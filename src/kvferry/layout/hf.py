@@ -31,11 +31,16 @@ ELEMENT_BYTES = {
 }
 
 
-@cache
 def presets() -> dict[str, dict[str, Any]]:
     """By name, the parts of each model's public configuration that its cache depends on."""
-    text = files("kvferry.layout").joinpath("presets.json").read_text()
-    loaded: dict[str, dict[str, Any]] = json.loads(text)
+    return _table("presets.json")
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = json.loads(
+        files("kvferry.layout").joinpath(name).read_text()
+    )
     return loaded
 
 
@@ -67,13 +72,18 @@ def model_from_config(
 ) -> CacheModel:
     """Describe the cache of the model that a `config.json` (path, folder or dict) configures.
 
-    cache_dtype   type of attention caches; "auto": the model's own
+    cache_dtype   type of attention caches; "auto": that of the checkpoint's scales, or its own
     state_dtype   type of convolution states; "auto": the model's own
-    ssm_dtype     type of the other recurrent states; "auto": that of convolution states
+    ssm_dtype     type of the other recurrent states; "auto": the one that the configuration
+                  names, or that of convolution states
     draft_layers  layers of an MTP or Eagle draft model that has the target's attention
+
+    A dict's dtype is the engine's; of a file it is the checkpoint's, and vLLM serves float32 as
+    bfloat16.
     """
     data = _read(config)
-    text = {**data, **data["text_config"]} if isinstance(data.get("text_config"), Mapping) else data
+    nested = data.get("text_config")
+    text = {**data, **nested} if isinstance(nested, Mapping) else data
     model_type = str(text.get("model_type", ""))
     describe = FAMILIES.get(model_type)
     if describe is None:
@@ -81,13 +91,23 @@ def model_from_config(
             f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
         )
+    # a nested configuration leaves out all that is as in its class
+    text = {**_table("defaults.json").get(model_type.removesuffix("_text"), {}), **text}
     own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if own == "float32" and data is not config:
+        own = "bfloat16"
+    if cache_dtype == "auto":
+        cache_dtype = _quantized(text.get("quantization_config")) or own
     conv_dtype = own if state_dtype == "auto" else state_dtype
+    if ssm_dtype == "auto":  # as Nemotron-H and Qwen 3.5 name it
+        ssm_dtype = str(
+            text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype") or conv_dtype
+        )
     reader = ConfigReader(
         text,
-        cache_dtype=_known_dtype(own if cache_dtype == "auto" else cache_dtype),
+        cache_dtype=_known_dtype(cache_dtype),
         conv_dtype=_known_dtype(conv_dtype),
-        ssm_dtype=_known_dtype(conv_dtype if ssm_dtype == "auto" else ssm_dtype),
+        ssm_dtype=_known_dtype(ssm_dtype),
     )
     try:
         groups = list(describe(reader))
@@ -119,6 +139,20 @@ def _read(config: str | Path | Config) -> Config:
     return data
 
 
+def _quantized(config: Any) -> str | None:
+    """The type that a checkpoint with scales for its attention caches asks for."""
+    if not isinstance(config, Mapping):
+        return None
+    config = {**config, **(config.get("quantization") or {})}
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        scheme = {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits", 0))
+    method, scheme = str(config.get("quant_method")), str(scheme).lower()
+    if method.startswith("modelopt"):
+        return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(scheme)
+    return "fp8" if method == "compressed-tensors" and scheme == "fp8" else None
+
+
 def _known_dtype(dtype: str) -> str:
     if dtype not in ELEMENT_BYTES:
         raise DescriptionError(
@@ -129,49 +163,36 @@ def _known_dtype(dtype: str) -> str:
 
 def _dense(r: ConfigReader) -> list[Group]:
     """Llama and similar models, with a sliding window on all, some or no layers."""
-    window = r.config.get("sliding_window")
-    if r.config.get("use_sliding_window") is False or not window:
-        return r.attention("attention", range(r.layers))
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    first = int(r.config.get("max_window_layers") or 0) if "use_sliding_window" in r.config else 0
-    return r.attention("attention", range(first)) + r.window(range(first, r.layers))
+    layers = range(r.layers)
+    if r.config.get("use_sliding_window") is False or not r.config.get("sliding_window"):
+        return r.attention("attention", layers)
+    if types := r.per_layer("layer_types", str):
+        unknown = {*types} - {"full_attention", "attention", "sliding_attention"}
+        if unknown:
+            kinds = ", ".join(sorted(unknown))
+            raise DescriptionError(f"layer types {kinds} are not known for this model")
+        full = [i for i in layers if types[i] != "sliding_attention"]
+    elif "sliding_window_pattern" in r.config:
+        period = r.positive("sliding_window_pattern")
+        full = [i for i in layers if (i + 1) % period == 0]
+    elif "use_sliding_window" in r.config:
+        full = list(layers[: r.integer("max_window_layers", default=0)])
+    else:
+        full = []
+    return r.attention("attention", full) + r.window(sorted({*layers} - {*full}))
 
 
-def _by_layer_types(r: ConfigReader) -> list[Group]:
-    full = r.layers_of("full_attention", "attention")
-    sliding = r.layers_of("sliding_attention")
-    chunked = r.layers_of("chunked_attention")
-    unknown = set(range(r.layers)) - {*full, *sliding, *chunked}
-    if unknown:
-        kinds = sorted({str((r.config.get("layer_types") or [])[i : i + 1]) for i in unknown})
-        raise DescriptionError(f"layer types {', '.join(kinds)} are not known for this model")
-    groups = r.attention("attention", full)
-    groups += r.window(sliding) if sliding else []
-    if chunked:
-        span = Residency("chunk", r.integer("attention_chunk_size"))
-        groups += r.attention("chunk", chunked, span)
-    return groups
-
-
-def _gemma(r: ConfigReader) -> list[Group]:
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    period = r.positive("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    full = [i for i in range(r.layers) if (i + 1) % period == 0]
-    return r.attention("attention", full) + r.window(sorted({*range(r.layers)} - {*full}))
-
-
-def _gemma2(r: ConfigReader) -> list[Group]:
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    return r.attention("attention", range(1, r.layers, 2)) + r.window(range(0, r.layers, 2))
+def _cohere2(r: ConfigReader) -> list[Group]:
+    """A token sees `sliding_window` others, where vLLM's window counts the token itself."""
+    r.config = {**r.config, "sliding_window": r.integer("sliding_window") + 1}
+    return _dense(r)
 
 
 def _llama4(r: ConfigReader) -> list[Group]:
     if not r.config.get("attention_chunk_size"):
         return r.attention("attention", range(r.layers))
-    rope = r.per_layer("no_rope_layers", int) or [int((i + 1) % 4 != 0) for i in range(r.layers)]
+    interval = r.positive("no_rope_layer_interval", default=4)
+    rope = r.per_layer("no_rope_layers", int) or [(i + 1) % interval for i in range(r.layers)]
     chunked = [i for i in range(r.layers) if rope[i]]
     full = [i for i in range(r.layers) if not rope[i]]
     span = Residency("chunk", r.integer("attention_chunk_size"))
@@ -235,8 +256,9 @@ def _mamba2(r: ConfigReader) -> list[Group]:
 
 
 def _nemotron_h(r: ConfigReader) -> list[Group]:
-    pattern = str(r.config.get("hybrid_override_pattern", ""))
-    attention, mamba = ([i for i, kind in enumerate(pattern) if kind == of] for of in "*M")
+    kinds = r.config.get("hybrid_override_pattern") or r.per_layer("layers_block_type", str)
+    attention = [i for i, kind in enumerate(kinds) if kind in ("*", "attention", "full_attention")]
+    mamba = [i for i, kind in enumerate(kinds) if kind in ("M", "mamba", "linear_attention")]
     names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     return r.attention("attention", attention) + r.mamba2(mamba, *map(r.integer, names))
 
@@ -252,13 +274,11 @@ def _qwen3_next(r: ConfigReader) -> list[Group]:
 
 DENSE = """
 llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite
-granitemoe ernie4_5 starcoder2 seed_oss minimax_m2
+granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 gemma2 gemma3 gemma3_text gpt_oss exaone4
 """
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(DENSE.split(), _dense),
-    **dict.fromkeys(["gpt_oss", "cohere2", "exaone4"], _by_layer_types),
-    **dict.fromkeys(["gemma3", "gemma3_text"], _gemma),
-    "gemma2": _gemma2,
+    "cohere2": _cohere2,
     **dict.fromkeys(["llama4", "llama4_text"], _llama4),
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
@@ -283,7 +303,10 @@ class ConfigReader:
         self.cache_dtype = cache_dtype
         self.conv_dtype = conv_dtype
         self.ssm_dtype = ssm_dtype
-        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
+        # transformers' NemotronHConfig has this list instead of a number
+        kinds = config.get("layers_block_type")
+        count = len(kinds) if isinstance(kinds, list) else None
+        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers", default=count)
         if self.layers > MOST_LAYERS:
             raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
 
@@ -361,12 +384,23 @@ class ConfigReader:
         return [Group("mla", tuple(range(self.layers)), (component,))]
 
     def indexer(self) -> list[Group]:
-        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank."""
+        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank.
+
+        A layer may share what the last layer with an indexer chose, and then has no keys.
+        """
         width = self.integer("index_head_dim")
+        pattern = self.config.get("index_topk_pattern")
+        every = self.positive("index_topk_freq", default=1)
+        offset = self.integer("index_skip_topk_offset", default=2)
+        layers = tuple(
+            i
+            for i in range(self.layers)
+            if (max(i - offset + 1, 0) % every == 0 if pattern is None else pattern[i] != "S")
+        )
         component = Component(
             "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
         )
-        return [Group("indexer", tuple(range(self.layers)), (component,), role="indexer")]
+        return [Group("indexer", layers, (component,), role="indexer")]
 
     def mamba2(
         self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
