@@ -96,20 +96,17 @@ def model_from_config(
     own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if own == "float32" and data is not config:
         own = "bfloat16"
-    if cache_dtype == "auto":
-        cache_dtype = _quantized(text.get("quantization_config")) or own
     conv_dtype = own if state_dtype == "auto" else state_dtype
-    if ssm_dtype == "auto":  # as Nemotron-H and Qwen 3.5 name it
-        ssm_dtype = str(
-            text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype") or conv_dtype
-        )
-    reader = ConfigReader(
-        text,
-        cache_dtype=_known_dtype(cache_dtype),
-        conv_dtype=_known_dtype(conv_dtype),
-        ssm_dtype=_known_dtype(ssm_dtype),
-    )
+    named = text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype")  # Nemotron-H, Qwen 3.5
     try:
+        if cache_dtype == "auto":
+            cache_dtype = _quantized(text.get("quantization_config") or {}) or own
+        reader = ConfigReader(
+            text,
+            cache_dtype=_known_dtype(cache_dtype),
+            conv_dtype=_known_dtype(conv_dtype),
+            ssm_dtype=_known_dtype(str(named or conv_dtype) if ssm_dtype == "auto" else ssm_dtype),
+        )
         groups = list(describe(reader))
     except DescriptionError:
         raise
@@ -139,10 +136,8 @@ def _read(config: str | Path | Config) -> Config:
     return data
 
 
-def _quantized(config: Any) -> str | None:
-    """The type that a checkpoint with scales for its attention caches asks for."""
-    if not isinstance(config, Mapping):
-        return None
+def _quantized(config: Config) -> str | None:
+    """The cache type that vLLM takes from a checkpoint with scales for its attention caches."""
     config = {**config, **(config.get("quantization") or {})}
     scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
@@ -179,7 +174,7 @@ def _dense(r: ConfigReader) -> list[Group]:
         full = list(layers[: r.integer("max_window_layers", default=0)])
     else:
         full = []
-    return r.attention("attention", full) + r.window(sorted({*layers} - {*full}))
+    return r.attention("attention", full) + r.window(r.others(full))
 
 
 def _cohere2(r: ConfigReader) -> list[Group]:
@@ -193,10 +188,9 @@ def _llama4(r: ConfigReader) -> list[Group]:
         return r.attention("attention", range(r.layers))
     interval = r.positive("no_rope_layer_interval", default=4)
     rope = r.per_layer("no_rope_layers", int) or [(i + 1) % interval for i in range(r.layers)]
-    chunked = [i for i in range(r.layers) if rope[i]]
     full = [i for i in range(r.layers) if not rope[i]]
     span = Residency("chunk", r.integer("attention_chunk_size"))
-    return r.attention("attention", full) + r.attention("chunk", chunked, span)
+    return r.attention("attention", full) + r.attention("chunk", r.others(full), span)
 
 
 def _deepseek(r: ConfigReader) -> list[Group]:
@@ -204,27 +198,19 @@ def _deepseek(r: ConfigReader) -> list[Group]:
 
 
 def _bamba(r: ConfigReader) -> list[Group]:
-    attention = r.config.get("attn_layer_indices") or []
+    """Mamba 2 and attention: Bamba's configuration lists attention layers, Granite's all types."""
+    attention = r.config.get("attn_layer_indices") or r.layers_of("attention", "full_attention")
     known = range(r.layers)
     if not isinstance(attention, list | tuple) or not all(i in known for i in attention):
         raise DescriptionError(
             f"'attn_layer_indices' must be a list of layers 0 to {r.layers - 1}, found "
             f"{attention!r}"
         )
-    return _mamba2_hybrid(r, list(attention))
-
-
-def _granite_hybrid(r: ConfigReader) -> list[Group]:
-    return _mamba2_hybrid(r, r.layers_of("attention", "full_attention"))
-
-
-def _mamba2_hybrid(r: ConfigReader, attention: list[int]) -> list[Group]:
-    mamba = sorted({*range(r.layers)} - {*attention})
     heads = r.integer("mamba_n_heads")
     inner = r.integer("mamba_expand", default=2) * r.integer("hidden_size")
     head_dim = r.config.get("mamba_d_head")
     return r.attention("attention", attention) + r.mamba2(
-        mamba,
+        r.others(attention),
         heads=heads,
         head_dim=head_dim if isinstance(head_dim, int) else inner // heads,
         groups=r.integer("mamba_n_groups"),
@@ -236,10 +222,9 @@ def _mamba2_hybrid(r: ConfigReader, attention: list[int]) -> list[Group]:
 def _jamba(r: ConfigReader) -> list[Group]:
     period, offset = r.positive("attn_layer_period"), r.integer("attn_layer_offset")
     attention = [i for i in range(r.layers) if i % period == offset]
-    mamba = sorted({*range(r.layers)} - {*attention})
     inner = r.integer("mamba_expand") * r.integer("hidden_size")
     return r.attention("attention", attention) + r.mamba1(
-        mamba, inner, r.integer("mamba_d_state"), r.integer("mamba_d_conv")
+        r.others(attention), inner, r.integer("mamba_d_state"), r.integer("mamba_d_conv")
     )
 
 
@@ -268,8 +253,7 @@ def _qwen3_next(r: ConfigReader) -> list[Group]:
     if not full:
         interval = r.positive("full_attention_interval", default=4)
         full = [i for i in range(r.layers) if (i + 1) % interval == 0]
-    linear = sorted({*range(r.layers)} - {*full})
-    return r.attention("attention", full) + r.delta_net(linear)
+    return r.attention("attention", full) + r.delta_net(r.others(full))
 
 
 DENSE = """
@@ -283,8 +267,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
     ),
-    "bamba": _bamba,
-    "granitemoehybrid": _granite_hybrid,
+    **dict.fromkeys(["bamba", "granitemoehybrid"], _bamba),
     "jamba": _jamba,
     **dict.fromkeys(["mamba", "falcon_mamba"], _mamba),
     "mamba2": _mamba2,
@@ -402,40 +385,45 @@ class ConfigReader:
         )
         return [Group("indexer", layers, (component,), role="indexer")]
 
+    def state(self, layers: Iterable[int], *components: Component) -> list[Group]:
+        """Recurrent states of these layers; no group if there are none."""
+        held = tuple(layers)
+        return [Group("state", held, components, Residency("state"))] if held else []
+
+    def mamba1(self, layers: Iterable[int], inner: int, state: int, conv: int) -> list[Group]:
+        return self.state(
+            layers,
+            self.conv("conv_x", inner, 1, conv - 1),
+            self.component("ssm", inner, state, dtype=self.ssm_dtype),
+        )
+
     def mamba2(
-        self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
+        self, layers: Iterable[int], heads: int, head_dim: int, groups: int, state: int, conv: int
     ) -> list[Group]:
         """Convolution sections x | B | C and the SSM state. A single B and C is replicated."""
         shared = "replicated" if groups == 1 else "split"
-        components = (
+        return self.state(
+            layers,
             self.conv("conv_x", heads, head_dim, conv - 1),
             self.conv("conv_B", groups, state, conv - 1, sharding=shared),
             self.conv("conv_C", groups, state, conv - 1, sharding=shared),
             self.component("ssm", heads, head_dim, state, dtype=self.ssm_dtype),
         )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
-    def mamba1(self, layers: Sequence[int], inner: int, state: int, conv: int) -> list[Group]:
-        components = (
-            self.conv("conv_x", inner, 1, conv - 1),
-            self.component("ssm", inner, state, dtype=self.ssm_dtype),
-        )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
-
-    def delta_net(self, layers: Sequence[int]) -> list[Group]:
+    def delta_net(self, layers: Iterable[int]) -> list[Group]:
         """Gated delta net: convolution sections q | k | v, and one matrix state per value head."""
         k_heads = self.integer("linear_num_key_heads")
         v_heads = self.integer("linear_num_value_heads")
         k_dim = self.integer("linear_key_head_dim")
         v_dim = self.integer("linear_value_head_dim")
         rows = self.integer("linear_conv_kernel_dim") - 1
-        components = (
+        return self.state(
+            layers,
             self.conv("conv_q", k_heads, k_dim, rows),
             self.conv("conv_k", k_heads, k_dim, rows),
             self.conv("conv_v", v_heads, v_dim, rows),
             self.component("ssm", v_heads, v_dim, k_dim, dtype=self.ssm_dtype),
         )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
     def draft(self, groups: Sequence[Group], layers: int) -> Group:
         """Draft layers with the components of the target's first attention group."""
@@ -443,6 +431,9 @@ class ConfigReader:
         if like is None:
             raise DescriptionError("draft layers copy the target's attention, and it has none")
         return Group("draft", tuple(range(layers)), like.components, role="draft")
+
+    def others(self, layers: Iterable[int]) -> list[int]:
+        return sorted({*range(self.layers)} - {*layers})
 
     def layers_of(self, *kinds: str) -> list[int]:
         """Layers whose `layer_types` entry is one of `kinds`."""
