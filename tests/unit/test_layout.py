@@ -117,6 +117,25 @@ class TestHuggingFace:
             for g in groups
         } == told
 
+    def test_what_vllm_makes_of_mistrals_own_format(self) -> None:
+        """It has no model_type; a window is on all layers, or as layer_types say."""
+        config = {"model_type": "", "architectures": ["MistralForCausalLM"]}
+        config |= {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}
+        config |= {"hidden_size": 5120, "head_dim": 128}
+        (group,) = model_from_config(config).groups
+        assert (group.name, group.components[0].dims) == ("attention", (128,))
+        types = ["full_attention", *["sliding_attention"] * 3] * 10
+        mixed = model_from_config({**config, "sliding_window": 32768, "layer_types": types})
+        assert [len(g.layers) for g in mixed.groups] == [10, 30]
+        large = {"architectures": ["MistralLarge3ForCausalLM"], "kv_lora_rank": 512}
+        mla = model_from_config({**config, **large, "qk_rope_head_dim": 64})
+        assert [g.name for g in mla.groups] == ["mla"]
+
+    def test_a_file_that_is_no_configuration_of_a_model(self, tmp_path: Path) -> None:
+        (tmp_path / "params.json").write_text(json.dumps({"dim": 5120, "n_layers": 40}))
+        with pytest.raises(DescriptionError, match="names no model_type; give"):
+            load_model(str(tmp_path / "params.json"))
+
     def test_layers_with_an_indexer_of_their_own(self) -> None:
         def layers(name: str) -> tuple[int, ...]:
             return model_from_config(KNOWN[name][0]).group("indexer").layers

@@ -44,6 +44,20 @@ def test_heads_are_those_that_vllm_counts(config: Config) -> None:
             assert group.components[0].dims == (vllm.get_head_size(),)
 
 
+def test_mistrals_own_format() -> None:
+    from vllm.transformers_utils.configs.mistral import adapt_config_dict
+
+    params = {"dim": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
+    plain = adapt_config_dict(dict(params), {}).get_text_config()
+    (group,) = model_from_config(plain.to_dict()).groups
+    assert (group.name, group.components[0].units) == ("attention", 8)
+    windows = [None, 32768, 32768, 32768]
+    vision = {"sliding_window": windows, "vision_encoder": {"hidden_size": 1024}}
+    mixed = adapt_config_dict({**params, **vision}, {}).get_text_config()
+    groups = model_from_config(mixed.to_dict()).groups
+    assert [(g.name, len(g.layers)) for g in groups] == [("attention", 9), ("window", 27)]
+
+
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - REMOTE))
 def test_what_a_configuration_leaves_out(family: str) -> None:
     """Our table has what the class fills in, wherever that is not what the reader would assume."""

@@ -84,12 +84,16 @@ def model_from_config(
     data = _read(config)
     nested = data.get("text_config")
     text = {**data, **nested} if isinstance(nested, Mapping) else data
-    model_type = str(text.get("model_type", ""))
+    architecture, *_ = text.get("architectures") or [""]
+    model_type = str(text.get("model_type") or MISTRALS.get(architecture, ""))
     describe = FAMILIES.get(model_type)
     if describe is None:
         raise DescriptionError(
             f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
+            if model_type
+            else "the configuration names no model_type; give the model's config.json (Mistral's "
+            "params.json is another)"
         )
     # a nested configuration leaves out all that is as in its class
     text = {**_table("defaults.json").get(model_type.removesuffix("_text"), {}), **text}
@@ -273,6 +277,13 @@ FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
+}
+
+
+# What vLLM makes of Mistral's params.json has no model_type.
+MISTRALS = {
+    **dict.fromkeys(["MistralForCausalLM", "MixtralForCausalLM"], "llama"),
+    "MistralLarge3ForCausalLM": "deepseek_v3",
 }
 
 
