@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,8 @@ def presets() -> dict[str, dict[str, Any]]:
 
 @cache
 def _table(name: str) -> dict[str, dict[str, Any]]:
-    loaded: dict[str, dict[str, Any]] = json.loads(
-        files("kvferry.layout").joinpath(name).read_text()
-    )
+    text = files("kvferry.layout").joinpath(name).read_text()
+    loaded: dict[str, dict[str, Any]] = json.loads(text)
     return loaded
 
 
@@ -160,8 +159,11 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
-def _dense(r: ConfigReader) -> list[Group]:
-    """Llama and similar models, with a sliding window on all, some or no layers."""
+def _dense(r: ConfigReader, own_token: int = 0) -> list[Group]:
+    """Llama and similar models, with a sliding window on all, some or no layers.
+
+    own_token  1 where `sliding_window` does not count the token that looks back
+    """
     layers = range(r.layers)
     if r.config.get("use_sliding_window") is False or not r.config.get("sliding_window"):
         return r.attention("attention", layers)
@@ -178,13 +180,8 @@ def _dense(r: ConfigReader) -> list[Group]:
         full = list(layers[: r.integer("max_window_layers", default=0)])
     else:
         full = []
-    return r.attention("attention", full) + r.window(r.others(full))
-
-
-def _cohere2(r: ConfigReader) -> list[Group]:
-    """A token sees `sliding_window` others, where vLLM's window counts the token itself."""
-    r.config = {**r.config, "sliding_window": r.integer("sliding_window") + 1}
-    return _dense(r)
+    span = Residency("window", r.integer("sliding_window") + own_token)
+    return r.attention("attention", full) + r.attention("window", r.others(full), span)
 
 
 def _llama4(r: ConfigReader) -> list[Group]:
@@ -266,7 +263,7 @@ granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 gemma2 gemma3 gemma3_text gpt
 """
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(DENSE.split(), _dense),
-    "cohere2": _cohere2,
+    "cohere2": partial(_dense, own_token=1),
     **dict.fromkeys(["llama4", "llama4_text"], _llama4),
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
@@ -282,7 +279,8 @@ FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
 
 # What vLLM makes of Mistral's params.json has no model_type.
 MISTRALS = {
-    **dict.fromkeys(["MistralForCausalLM", "MixtralForCausalLM"], "llama"),
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
     "MistralLarge3ForCausalLM": "deepseek_v3",
 }
 
@@ -297,9 +295,8 @@ class ConfigReader:
         self.cache_dtype = cache_dtype
         self.conv_dtype = conv_dtype
         self.ssm_dtype = ssm_dtype
-        # transformers' NemotronHConfig has this list instead of a number
-        kinds = config.get("layers_block_type")
-        count = len(kinds) if isinstance(kinds, list) else None
+        kinds = config.get("layers_block_type")  # an engine's Nemotron-H has no number of layers
+        count = len(kinds) if kinds else None
         self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers", default=count)
         if self.layers > MOST_LAYERS:
             raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
@@ -366,10 +363,6 @@ class ConfigReader:
             return []
         components = tuple(self.component(c, self.kv_heads, self.head_dim) for c in "kv")
         return [Group(name, held, components, residency or Residency())]
-
-    def window(self, layers: Iterable[int]) -> list[Group]:
-        span = Residency("window", self.integer("sliding_window"))
-        return self.attention("window", layers, span)
 
     def latent(self) -> list[Group]:
         """MLA: one latent of kv_lora_rank and the shared rope part, on every rank."""

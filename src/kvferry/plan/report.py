@@ -118,6 +118,10 @@ def report(
         )
         by_src[edge.src] += bound.bytes
         by_dst[edge.dst] += bound.bytes
+    notes = [f"from: {note}" for note in src.oddities(model)]
+    notes += [f"to: {note}" for note in dst.oddities(model)]
+    if why := unloadable(model, src, dst, tokens, skip):  # the source dropped blocks
+        notes.append(f"not loaded but computed by the destination: {why}")
     return PlanReport(
         model=model.name,
         src=src.describe(),
@@ -130,19 +134,8 @@ def report(
         busiest_source_bytes=max(by_src.values(), default=0),
         ideal_source_bytes=_ideal(pair, by_src),
         busiest_destination_bytes=max(by_dst.values(), default=0),
-        notes=tuple(
-            f"{side}: {note}"
-            for side, shape in (("from", src), ("to", dst))
-            for note in shape.oddities(model)
-        )
-        + _computed(pair, tokens, skip),
+        notes=tuple(notes),
     )
-
-
-def _computed(pair: PairPlan, tokens: int, skip: int) -> tuple[str, ...]:
-    """A note if the destination computes the request, because the source dropped blocks."""
-    why = unloadable(pair.model, pair.src, pair.dst, tokens, skip)
-    return (f"not loaded but computed by the destination: {why}",) if why else ()
 
 
 def synthetic_tables(
