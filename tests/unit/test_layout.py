@@ -94,6 +94,7 @@ class TestHuggingFace:
         (tmp_path / "config.json").write_text(json.dumps(config))
         by_folder = load_model(str(tmp_path))
         by_file = model_from_config(tmp_path / "config.json")
+        assert by_folder.name == load_model(str(tmp_path / "config.json")).name == tmp_path.name
         assert by_folder.fingerprint() == by_file.fingerprint()
         assert by_file.fingerprint() == load_model("gemma-3-27b").fingerprint()
 

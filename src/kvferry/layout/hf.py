@@ -52,7 +52,8 @@ def load_model(name: str, **options: Any) -> CacheModel:
         return model_from_config(presets()[name], name=name, **options)
     path = Path(name)
     if path.exists():
-        return model_from_config(path, name=path.name.removesuffix(".json"), **options)
+        named = path.absolute().parent if path.name == "config.json" else path.absolute()
+        return model_from_config(path, name=named.name.removesuffix(".json"), **options)
     raise DescriptionError(
         f"{name!r} is neither a preset nor a path of a config.json; names of the Hub are not "
         "downloaded: give the path of the model's config.json, or one of the presets "
