@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from known_configs import KNOWN, NEMOTRON, Config, Told
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout, bind, plan_pair
+from kvferry.errors import DescriptionError
 from kvferry.layout import ORDERS, shard
 from kvferry.layout.hf import load_model, model_from_config, presets
 from kvferry.layout.placement import Region, TransferRegion
@@ -92,6 +94,7 @@ class TestHuggingFace:
         (tmp_path / "config.json").write_text(json.dumps(config))
         by_folder = load_model(str(tmp_path))
         by_file = model_from_config(tmp_path / "config.json")
+        assert by_folder.name == load_model(str(tmp_path / "config.json")).name == tmp_path.name
         assert by_folder.fingerprint() == by_file.fingerprint()
         assert by_file.fingerprint() == load_model("gemma-3-27b").fingerprint()
 
@@ -102,6 +105,105 @@ class TestHuggingFace:
             for dtype in ("bfloat16", "float16", "fp8_e4m3")
         }
         assert len(prints) == 9
+
+    @pytest.mark.parametrize(("config", "told"), KNOWN.values(), ids=KNOWN)
+    def test_known_models(self, config: Config, told: Told) -> None:
+        groups = model_from_config(config).groups
+        assert {
+            g.name: (
+                len(g.layers),
+                g.residency.span,
+                {c.name: (c.units, c.dims) for c in g.components},
+            )
+            for g in groups
+        } == told
+
+    def test_what_vllm_makes_of_mistrals_own_format(self) -> None:
+        """It has no model_type; a window is on all layers, or as layer_types say."""
+        config = {"model_type": "", "architectures": ["MistralForCausalLM"]}
+        config |= {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}
+        config |= {"hidden_size": 5120, "head_dim": 128}
+        (group,) = model_from_config(config).groups
+        assert (group.name, group.components[0].dims) == ("attention", (128,))
+        types = ["full_attention", *["sliding_attention"] * 3] * 10
+        mixed = model_from_config({**config, "sliding_window": 32768, "layer_types": types})
+        assert [len(g.layers) for g in mixed.groups] == [10, 30]
+        large = {"architectures": ["MistralLarge3ForCausalLM"], "kv_lora_rank": 512}
+        mla = model_from_config({**config, **large, "qk_rope_head_dim": 64})
+        assert [g.name for g in mla.groups] == ["mla"]
+
+    def test_a_file_that_is_no_configuration_of_a_model(self, tmp_path: Path) -> None:
+        (tmp_path / "params.json").write_text(json.dumps({"dim": 5120, "n_layers": 40}))
+        with pytest.raises(DescriptionError, match="names no model_type; give"):
+            load_model(str(tmp_path / "params.json"))
+
+    def test_layers_with_an_indexer_of_their_own(self) -> None:
+        def layers(name: str) -> tuple[int, ...]:
+            return model_from_config(KNOWN[name][0]).group("indexer").layers
+
+        assert layers("glm-5-shared") == (0, 1, 2, 6, 10)
+        assert layers("glm-5-pattern") == (0, 1, 4, 8)
+
+    def test_states_of_the_type_that_the_model_asks_for(self) -> None:
+        def sizes(config: Config) -> list[int]:
+            state = model_from_config(config).group("state")
+            return [state.component(name).element_bytes for name in ("conv_x", "ssm")]
+
+        assert sizes(NEMOTRON) == [2, 4]
+        assert sizes({**NEMOTRON, "mamba_ssm_cache_dtype": "float16"}) == [2, 2]
+        qwen = {**presets()["qwen3-next-80b"], "model_type": "qwen3_5_text"}
+        nested = {"model_type": "qwen3_5", "text_config": {**qwen, "mamba_ssm_dtype": "float32"}}
+        assert model_from_config(nested).group("state").component("ssm").element_bytes == 4
+
+    def test_a_checkpoint_in_float32_is_served_in_bfloat16(self, tmp_path: Path) -> None:
+        config = {**presets()["llama-3.1-8b"], "dtype": "float32"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert load_model(str(tmp_path)).groups[0].components[0].content == "bfloat16"
+        asked = load_model(str(tmp_path), cache_dtype="float32")
+        assert asked.groups[0].components[0].content == "float32"
+        assert model_from_config(config).groups[0].components[0].content == "float32"
+
+    @pytest.mark.parametrize(
+        ("quantization", "content"),
+        [
+            ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+            (
+                {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+                "fp8_e4m3",
+            ),
+            (
+                {
+                    "quant_method": "modelopt",
+                    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+                },
+                "fp8_e4m3",
+            ),
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                },
+                "fp8",
+            ),
+            ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, "bfloat16"),
+            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "bfloat16"),
+        ],
+        ids=str,
+    )
+    def test_a_checkpoint_that_says_how_its_cache_is_kept(
+        self, quantization: Config, content: str
+    ) -> None:
+        config = {**presets()["llama-3.1-8b"], "quantization_config": quantization}
+        model = model_from_config(config)
+        assert {c.content for c in model.groups[0].components} == {content}
+        own = model_from_config(config, cache_dtype="bfloat16")
+        assert {c.content for c in own.groups[0].components} == {"bfloat16"}
+
+    def test_a_checkpoint_with_a_cache_that_is_not_known(self) -> None:
+        quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+        config = {**presets()["llama-3.1-8b"], "quantization_config": quantization}
+        with pytest.raises(DescriptionError, match="'nvfp4' is not known"):
+            model_from_config(config)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -19,7 +19,8 @@ from kvferry.layout.hf import load_model, presets
 from kvferry.plan import everything_plan, uncovered
 from kvferry.plan.assign import meet
 from kvferry.plan.cover import require_exact_cover
-from kvferry.plan.report import digest, report, synthetic_tables
+from kvferry.plan.report import report, synthetic_tables
+from plan_digest import digest
 
 SHAPES = [
     "tp=1,block=16",
@@ -211,7 +212,7 @@ class TestAgreement:
 import sys
 from kvferry import EngineShape, RankLayout, plan_pair
 from kvferry.layout.hf import load_model
-from kvferry.plan.report import digest
+from plan_digest import digest
 model = load_model("granite-4.0-h-small")
 src, dst = EngineShape.parse(sys.argv[1]), EngineShape.parse(sys.argv[2])
 pair = plan_pair(model, src, dst)
@@ -229,7 +230,7 @@ for edge in pair.edges:
                 capture_output=True,
                 text=True,
                 check=True,
-                env={**os.environ, "PYTHONHASHSEED": seed},
+                env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
                 timeout=300,
             ).stdout
             for seed in ("0", "1")

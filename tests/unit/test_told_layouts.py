@@ -38,10 +38,10 @@ from kvferry.net.messages import (
     read_tables,
 )
 from kvferry.plan.pieces import refine
-from kvferry.plan.report import digest
 from kvferry.topology import TransferTopology
 from kvferry.verify.generate import generate
 from kvferry.verify.sweep import build_model, build_shape
+from plan_digest import digest
 
 MODEL = load_model("llama-3.1-8b")
 SRC, DST = EngineShape(tp=2), EngineShape(tp=1)

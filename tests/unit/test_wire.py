@@ -57,7 +57,7 @@ from kvferry.net.messages import (
     read_id,
 )
 from kvferry.plan import plan_pair
-from kvferry.plan.report import digest
+from plan_digest import digest
 
 READER = Reader("d", "x", 1, 2)
 TABLES = pack_tables([[1], []])

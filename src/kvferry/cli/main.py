@@ -119,7 +119,7 @@ def verify(
 def _sweep(pairs: int, seed: int, processes: int, as_json: bool) -> bool:
     from kvferry.verify.sweep import run
 
-    with Progress(console=err, transient=True) as bar:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("pairs", total=pairs)
         report = run(pairs, seed, processes, lambda done: bar.update(task, completed=done))
     if as_json:

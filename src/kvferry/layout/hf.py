@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,14 @@ ELEMENT_BYTES = {
 }
 
 
-@cache
 def presets() -> dict[str, dict[str, Any]]:
     """By name, the parts of each model's public configuration that its cache depends on."""
-    text = files("kvferry.layout").joinpath("presets.json").read_text()
+    return _table("presets.json")
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    text = files("kvferry.layout").joinpath(name).read_text()
     loaded: dict[str, dict[str, Any]] = json.loads(text)
     return loaded
 
@@ -48,7 +52,8 @@ def load_model(name: str, **options: Any) -> CacheModel:
         return model_from_config(presets()[name], name=name, **options)
     path = Path(name)
     if path.exists():
-        return model_from_config(path, name=path.name.removesuffix(".json"), **options)
+        named = path.absolute().parent if path.name == "config.json" else path.absolute()
+        return model_from_config(path, name=named.name.removesuffix(".json"), **options)
     raise DescriptionError(
         f"{name!r} is neither a preset nor a path of a config.json; names of the Hub are not "
         "downloaded: give the path of the model's config.json, or one of the presets "
@@ -67,29 +72,45 @@ def model_from_config(
 ) -> CacheModel:
     """Describe the cache of the model that a `config.json` (path, folder or dict) configures.
 
-    cache_dtype   type of attention caches; "auto": the model's own
+    cache_dtype   type of attention caches; "auto": that of the checkpoint's scales, or its own
     state_dtype   type of convolution states; "auto": the model's own
-    ssm_dtype     type of the other recurrent states; "auto": that of convolution states
+    ssm_dtype     type of the other recurrent states; "auto": the one that the configuration
+                  names, or that of convolution states
     draft_layers  layers of an MTP or Eagle draft model that has the target's attention
+
+    A dict's dtype is the engine's; of a file it is the checkpoint's, and vLLM serves float32 as
+    bfloat16.
     """
     data = _read(config)
-    text = {**data, **data["text_config"]} if isinstance(data.get("text_config"), Mapping) else data
-    model_type = str(text.get("model_type", ""))
+    nested = data.get("text_config")
+    text = {**data, **nested} if isinstance(nested, Mapping) else data
+    architecture, *_ = text.get("architectures") or [""]
+    model_type = str(text.get("model_type") or MISTRALS.get(architecture, ""))
     describe = FAMILIES.get(model_type)
     if describe is None:
         raise DescriptionError(
             f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
+            if model_type
+            else "the configuration names no model_type; give the model's config.json (Mistral's "
+            "params.json is another)"
         )
+    # a nested configuration leaves out all that is as in its class
+    text = {**_table("defaults.json").get(model_type.removesuffix("_text"), {}), **text}
     own = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if own == "float32" and data is not config:
+        own = "bfloat16"
     conv_dtype = own if state_dtype == "auto" else state_dtype
-    reader = ConfigReader(
-        text,
-        cache_dtype=_known_dtype(own if cache_dtype == "auto" else cache_dtype),
-        conv_dtype=_known_dtype(conv_dtype),
-        ssm_dtype=_known_dtype(conv_dtype if ssm_dtype == "auto" else ssm_dtype),
-    )
+    named = text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype")  # Nemotron-H, Qwen 3.5
     try:
+        if cache_dtype == "auto":
+            cache_dtype = _quantized(text.get("quantization_config") or {}) or own
+        reader = ConfigReader(
+            text,
+            cache_dtype=_known_dtype(cache_dtype),
+            conv_dtype=_known_dtype(conv_dtype),
+            ssm_dtype=_known_dtype(str(named or conv_dtype) if ssm_dtype == "auto" else ssm_dtype),
+        )
         groups = list(describe(reader))
     except DescriptionError:
         raise
@@ -119,6 +140,18 @@ def _read(config: str | Path | Config) -> Config:
     return data
 
 
+def _quantized(config: Config) -> str | None:
+    """The cache type that vLLM takes from a checkpoint with scales for its attention caches."""
+    config = {**config, **(config.get("quantization") or {})}
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        scheme = {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits", 0))
+    method, scheme = str(config.get("quant_method")), str(scheme).lower()
+    if method.startswith("modelopt"):
+        return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(scheme)
+    return "fp8" if method == "compressed-tensors" and scheme == "fp8" else None
+
+
 def _known_dtype(dtype: str) -> str:
     if dtype not in ELEMENT_BYTES:
         raise DescriptionError(
@@ -127,55 +160,39 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
-def _dense(r: ConfigReader) -> list[Group]:
-    """Llama and similar models, with a sliding window on all, some or no layers."""
-    window = r.config.get("sliding_window")
-    if r.config.get("use_sliding_window") is False or not window:
-        return r.attention("attention", range(r.layers))
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    first = int(r.config.get("max_window_layers") or 0) if "use_sliding_window" in r.config else 0
-    return r.attention("attention", range(first)) + r.window(range(first, r.layers))
+def _dense(r: ConfigReader, own_token: int = 0) -> list[Group]:
+    """Llama and similar models, with a sliding window on all, some or no layers.
 
-
-def _by_layer_types(r: ConfigReader) -> list[Group]:
-    full = r.layers_of("full_attention", "attention")
-    sliding = r.layers_of("sliding_attention")
-    chunked = r.layers_of("chunked_attention")
-    unknown = set(range(r.layers)) - {*full, *sliding, *chunked}
-    if unknown:
-        kinds = sorted({str((r.config.get("layer_types") or [])[i : i + 1]) for i in unknown})
-        raise DescriptionError(f"layer types {', '.join(kinds)} are not known for this model")
-    groups = r.attention("attention", full)
-    groups += r.window(sliding) if sliding else []
-    if chunked:
-        span = Residency("chunk", r.integer("attention_chunk_size"))
-        groups += r.attention("chunk", chunked, span)
-    return groups
-
-
-def _gemma(r: ConfigReader) -> list[Group]:
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    period = r.positive("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    full = [i for i in range(r.layers) if (i + 1) % period == 0]
-    return r.attention("attention", full) + r.window(sorted({*range(r.layers)} - {*full}))
-
-
-def _gemma2(r: ConfigReader) -> list[Group]:
-    if r.config.get("layer_types"):
-        return _by_layer_types(r)
-    return r.attention("attention", range(1, r.layers, 2)) + r.window(range(0, r.layers, 2))
+    own_token  1 where `sliding_window` does not count the token that looks back
+    """
+    layers = range(r.layers)
+    if r.config.get("use_sliding_window") is False or not r.config.get("sliding_window"):
+        return r.attention("attention", layers)
+    if types := r.per_layer("layer_types", str):
+        unknown = {*types} - {"full_attention", "attention", "sliding_attention"}
+        if unknown:
+            kinds = ", ".join(sorted(unknown))
+            raise DescriptionError(f"layer types {kinds} are not known for this model")
+        full = [i for i in layers if types[i] != "sliding_attention"]
+    elif "sliding_window_pattern" in r.config:
+        period = r.positive("sliding_window_pattern")
+        full = [i for i in layers if (i + 1) % period == 0]
+    elif "use_sliding_window" in r.config:
+        full = list(layers[: r.integer("max_window_layers", default=0)])
+    else:
+        full = []
+    span = Residency("window", r.integer("sliding_window") + own_token)
+    return r.attention("attention", full) + r.attention("window", r.others(full), span)
 
 
 def _llama4(r: ConfigReader) -> list[Group]:
     if not r.config.get("attention_chunk_size"):
         return r.attention("attention", range(r.layers))
-    rope = r.per_layer("no_rope_layers", int) or [int((i + 1) % 4 != 0) for i in range(r.layers)]
-    chunked = [i for i in range(r.layers) if rope[i]]
+    interval = r.positive("no_rope_layer_interval", default=4)
+    rope = r.per_layer("no_rope_layers", int) or [(i + 1) % interval for i in range(r.layers)]
     full = [i for i in range(r.layers) if not rope[i]]
     span = Residency("chunk", r.integer("attention_chunk_size"))
-    return r.attention("attention", full) + r.attention("chunk", chunked, span)
+    return r.attention("attention", full) + r.attention("chunk", r.others(full), span)
 
 
 def _deepseek(r: ConfigReader) -> list[Group]:
@@ -183,27 +200,19 @@ def _deepseek(r: ConfigReader) -> list[Group]:
 
 
 def _bamba(r: ConfigReader) -> list[Group]:
-    attention = r.config.get("attn_layer_indices") or []
+    """Mamba 2 and attention: Bamba's configuration lists attention layers, Granite's all types."""
+    attention = r.config.get("attn_layer_indices") or r.layers_of("attention", "full_attention")
     known = range(r.layers)
     if not isinstance(attention, list | tuple) or not all(i in known for i in attention):
         raise DescriptionError(
             f"'attn_layer_indices' must be a list of layers 0 to {r.layers - 1}, found "
             f"{attention!r}"
         )
-    return _mamba2_hybrid(r, list(attention))
-
-
-def _granite_hybrid(r: ConfigReader) -> list[Group]:
-    return _mamba2_hybrid(r, r.layers_of("attention", "full_attention"))
-
-
-def _mamba2_hybrid(r: ConfigReader, attention: list[int]) -> list[Group]:
-    mamba = sorted({*range(r.layers)} - {*attention})
     heads = r.integer("mamba_n_heads")
     inner = r.integer("mamba_expand", default=2) * r.integer("hidden_size")
     head_dim = r.config.get("mamba_d_head")
     return r.attention("attention", attention) + r.mamba2(
-        mamba,
+        r.others(attention),
         heads=heads,
         head_dim=head_dim if isinstance(head_dim, int) else inner // heads,
         groups=r.integer("mamba_n_groups"),
@@ -215,10 +224,9 @@ def _mamba2_hybrid(r: ConfigReader, attention: list[int]) -> list[Group]:
 def _jamba(r: ConfigReader) -> list[Group]:
     period, offset = r.positive("attn_layer_period"), r.integer("attn_layer_offset")
     attention = [i for i in range(r.layers) if i % period == offset]
-    mamba = sorted({*range(r.layers)} - {*attention})
     inner = r.integer("mamba_expand") * r.integer("hidden_size")
     return r.attention("attention", attention) + r.mamba1(
-        mamba, inner, r.integer("mamba_d_state"), r.integer("mamba_d_conv")
+        r.others(attention), inner, r.integer("mamba_d_state"), r.integer("mamba_d_conv")
     )
 
 
@@ -235,8 +243,9 @@ def _mamba2(r: ConfigReader) -> list[Group]:
 
 
 def _nemotron_h(r: ConfigReader) -> list[Group]:
-    pattern = str(r.config.get("hybrid_override_pattern", ""))
-    attention, mamba = ([i for i, kind in enumerate(pattern) if kind == of] for of in "*M")
+    kinds = r.config.get("hybrid_override_pattern") or r.per_layer("layers_block_type", str)
+    attention = [i for i, kind in enumerate(kinds) if kind in ("*", "attention", "full_attention")]
+    mamba = [i for i, kind in enumerate(kinds) if kind in ("M", "mamba", "linear_attention")]
     names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     return r.attention("attention", attention) + r.mamba2(mamba, *map(r.integer, names))
 
@@ -246,30 +255,34 @@ def _qwen3_next(r: ConfigReader) -> list[Group]:
     if not full:
         interval = r.positive("full_attention_interval", default=4)
         full = [i for i in range(r.layers) if (i + 1) % interval == 0]
-    linear = sorted({*range(r.layers)} - {*full})
-    return r.attention("attention", full) + r.delta_net(linear)
+    return r.attention("attention", full) + r.delta_net(r.others(full))
 
 
 DENSE = """
 llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite
-granitemoe ernie4_5 starcoder2 seed_oss minimax_m2
+granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 gemma2 gemma3 gemma3_text gpt_oss exaone4
 """
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(DENSE.split(), _dense),
-    **dict.fromkeys(["gpt_oss", "cohere2", "exaone4"], _by_layer_types),
-    **dict.fromkeys(["gemma3", "gemma3_text"], _gemma),
-    "gemma2": _gemma2,
+    "cohere2": partial(_dense, own_token=1),
     **dict.fromkeys(["llama4", "llama4_text"], _llama4),
     **dict.fromkeys(
         ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
     ),
-    "bamba": _bamba,
-    "granitemoehybrid": _granite_hybrid,
+    **dict.fromkeys(["bamba", "granitemoehybrid"], _bamba),
     "jamba": _jamba,
     **dict.fromkeys(["mamba", "falcon_mamba"], _mamba),
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
+}
+
+
+# What vLLM makes of Mistral's params.json has no model_type.
+MISTRALS = {
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "MistralLarge3ForCausalLM": "deepseek_v3",
 }
 
 
@@ -283,7 +296,9 @@ class ConfigReader:
         self.cache_dtype = cache_dtype
         self.conv_dtype = conv_dtype
         self.ssm_dtype = ssm_dtype
-        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers")
+        kinds = config.get("layers_block_type")  # an engine's Nemotron-H has no number of layers
+        count = len(kinds) if kinds else None
+        self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers", default=count)
         if self.layers > MOST_LAYERS:
             raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
 
@@ -350,10 +365,6 @@ class ConfigReader:
         components = tuple(self.component(c, self.kv_heads, self.head_dim) for c in "kv")
         return [Group(name, held, components, residency or Residency())]
 
-    def window(self, layers: Iterable[int]) -> list[Group]:
-        span = Residency("window", self.integer("sliding_window"))
-        return self.attention("window", layers, span)
-
     def latent(self) -> list[Group]:
         """MLA: one latent of kv_lora_rank and the shared rope part, on every rank."""
         width = self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim")
@@ -361,47 +372,63 @@ class ConfigReader:
         return [Group("mla", tuple(range(self.layers)), (component,))]
 
     def indexer(self) -> list[Group]:
-        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank."""
+        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank.
+
+        A layer may share what the last layer with an indexer chose, and then has no keys.
+        """
         width = self.integer("index_head_dim")
+        pattern = self.config.get("index_topk_pattern")
+        every = self.positive("index_topk_freq", default=1)
+        offset = self.integer("index_skip_topk_offset", default=2)
+        layers = tuple(
+            i
+            for i in range(self.layers)
+            if (max(i - offset + 1, 0) % every == 0 if pattern is None else pattern[i] != "S")
+        )
         component = Component(
             "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
         )
-        return [Group("indexer", tuple(range(self.layers)), (component,), role="indexer")]
+        return [Group("indexer", layers, (component,), role="indexer")]
+
+    def state(self, layers: Iterable[int], *components: Component) -> list[Group]:
+        """Recurrent states of these layers; no group if there are none."""
+        held = tuple(layers)
+        return [Group("state", held, components, Residency("state"))] if held else []
+
+    def mamba1(self, layers: Iterable[int], inner: int, state: int, conv: int) -> list[Group]:
+        return self.state(
+            layers,
+            self.conv("conv_x", inner, 1, conv - 1),
+            self.component("ssm", inner, state, dtype=self.ssm_dtype),
+        )
 
     def mamba2(
-        self, layers: Sequence[int], heads: int, head_dim: int, groups: int, state: int, conv: int
+        self, layers: Iterable[int], heads: int, head_dim: int, groups: int, state: int, conv: int
     ) -> list[Group]:
         """Convolution sections x | B | C and the SSM state. A single B and C is replicated."""
         shared = "replicated" if groups == 1 else "split"
-        components = (
+        return self.state(
+            layers,
             self.conv("conv_x", heads, head_dim, conv - 1),
             self.conv("conv_B", groups, state, conv - 1, sharding=shared),
             self.conv("conv_C", groups, state, conv - 1, sharding=shared),
             self.component("ssm", heads, head_dim, state, dtype=self.ssm_dtype),
         )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
-    def mamba1(self, layers: Sequence[int], inner: int, state: int, conv: int) -> list[Group]:
-        components = (
-            self.conv("conv_x", inner, 1, conv - 1),
-            self.component("ssm", inner, state, dtype=self.ssm_dtype),
-        )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
-
-    def delta_net(self, layers: Sequence[int]) -> list[Group]:
+    def delta_net(self, layers: Iterable[int]) -> list[Group]:
         """Gated delta net: convolution sections q | k | v, and one matrix state per value head."""
         k_heads = self.integer("linear_num_key_heads")
         v_heads = self.integer("linear_num_value_heads")
         k_dim = self.integer("linear_key_head_dim")
         v_dim = self.integer("linear_value_head_dim")
         rows = self.integer("linear_conv_kernel_dim") - 1
-        components = (
+        return self.state(
+            layers,
             self.conv("conv_q", k_heads, k_dim, rows),
             self.conv("conv_k", k_heads, k_dim, rows),
             self.conv("conv_v", v_heads, v_dim, rows),
             self.component("ssm", v_heads, v_dim, k_dim, dtype=self.ssm_dtype),
         )
-        return [Group("state", tuple(layers), components, Residency("state"))] if layers else []
 
     def draft(self, groups: Sequence[Group], layers: int) -> Group:
         """Draft layers with the components of the target's first attention group."""
@@ -409,6 +436,9 @@ class ConfigReader:
         if like is None:
             raise DescriptionError("draft layers copy the target's attention, and it has none")
         return Group("draft", tuple(range(layers)), like.components, role="draft")
+
+    def others(self, layers: Iterable[int]) -> list[int]:
+        return sorted({*range(self.layers)} - {*layers})
 
     def layers_of(self, *kinds: str) -> list[int]:
         """Layers whose `layer_types` entry is one of `kinds`."""

@@ -258,23 +258,14 @@ class EngineShape:
             words.append(f"dcp={self.dcp}")
             words.append(f"interleave={self.interleave}")
         words += [f"{role}_tp={tp}" for role, tp in self.role_tp]
-        words.append(f"block={self.block_size}")
-        words += [f"block.{name}={size}" for name, size in self.block_size_of]
-        if self.kernel_block_size:
-            words.append(f"kernel={self.kernel_block_size}")
-        words += [f"kernel.{name}={size}" for name, size in self.kernel_block_size_of]
-        words.append(f"order={self.order}")
-        if self.interior != "joined":
-            words.append(f"interior={self.interior}")
-        words += [f"interior.{name}={interior}" for name, interior in self.interior_of]
-        if self.conv_order != "DS":
-            words.append(f"conv={self.conv_order}")
-        if self.page_align != 1:
-            words.append(f"align={self.page_align}")
-        if self.overlay:
-            words.append("overlay=1")
-        if self.full_residency:
-            words.append("full=1")
+        usual = EngineShape()
+        for word in ("block", "kernel", "order", "interior", "conv", "align", "overlay", "full"):
+            value = getattr(self, _FIELDS[word])
+            if word in ("block", "order") or value != getattr(usual, _FIELDS[word]):
+                words.append(f"{word}={int(value) if value is True else value}")
+            if word in ("block", "kernel", "interior"):
+                own = getattr(self, f"{_FIELDS[word]}_of")
+                words += [f"{word}.{name}={value}" for name, value in own]
         return ",".join(words)
 
     @classmethod

@@ -81,7 +81,12 @@ def layout_from_tensors(
     parts = []
     for group in model.groups:
         held = shape.layers(model, group, rank.pp)
-        _require_layers(group, held, [o for name, o in tensors if name == group.name])
+        found = sorted(o for name, o in tensors if name == group.name)
+        if sorted(held) != found:
+            raise DescriptionError(
+                f"group {group.name!r}: the shape puts layers {sorted(held)} on this rank, but "
+                f"tensors were registered for {found}"
+            )
         insides = arrange(shape.interior_for(group), page_question(group, shape, rank))
         alike: dict[tuple[int, object], list[int]] = defaultdict(list)  # by table and strides
         for ordinal in held:
@@ -182,14 +187,6 @@ def _pools(
             old, new = pool[table_of[key]], pool[other]
             pool = {table: new if p == old else p for table, p in pool.items()}
     return pool
-
-
-def _require_layers(group: Group, held: Sequence[int], found: Sequence[int]) -> None:
-    if sorted(held) != sorted(found):
-        raise DescriptionError(
-            f"group {group.name!r}: the shape puts layers {sorted(held)} on this rank, but tensors "
-            f"were registered for {sorted(found)}"
-        )
 
 
 def _require_fit(

@@ -59,17 +59,8 @@ def bind(
         np.asarray(src_bases, dtype=np.int64),
         np.asarray(dst_bases, dtype=np.int64),
     )
-    ranges = {
-        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip, allow_uncacheable)
-        for name, group in plan.groups.items()
-    }
-    batches = [
-        batch
-        for piece in plan.pieces
-        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group]))
-    ]
-    binder.require_distinct_destinations()
-    return Bound(tuple(batches))
+    batches = _batches(plan, binder, tokens, skip, allow_uncacheable)
+    return Bound(tuple(batch for _, batch in batches))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,26 +132,14 @@ def landing(
         np.zeros(max((int(s.regions.max()) for s in sides), default=-1) + 1, dtype=np.int64),
         np.asarray(dst_bases, dtype=np.int64),
     )
-    address: list[Ints] = []
-    length: list[Ints] = []
+    address, length = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     total = 0
-    ranges = {
-        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip)
-        for name, group in plan.groups.items()
-    }
-    for piece in plan.pieces:
-        for batch in binder.batches(piece, moved_span(plan, piece, ranges[piece.group])):
-            at, count = _hulls(batch, piece.dst.block_stride)
-            address.append(at)
-            length.append(count)
-            total += batch.bytes
-    binder.require_distinct_destinations()
-    nothing = np.zeros(0, dtype=np.int64)
-    return Landing(
-        np.concatenate(address) if address else nothing,
-        np.concatenate(length) if length else nothing,
-        total,
-    )
+    for piece, batch in _batches(plan, binder, tokens, skip):
+        at, count = _hulls(batch, piece.dst.block_stride)
+        address.append(at)
+        length.append(count)
+        total += batch.bytes
+    return Landing(np.concatenate(address), np.concatenate(length), total)
 
 
 def require_distinct_blocks(
@@ -308,7 +287,21 @@ class Binder:
         )
 
 
-def moved_span(plan: EdgePlan, piece: Piece, range_: Span) -> Span:
+def _batches(
+    plan: EdgePlan, binder: Binder, tokens: int, skip: int, allow_uncacheable: bool = False
+) -> Iterator[tuple[Piece, StridedCopies]]:
+    """What a request moves over an edge, each batch with its piece."""
+    ranges = {
+        name: moved(group, plan.src_shape, plan.dst_shape, tokens, skip, allow_uncacheable)
+        for name, group in plan.groups.items()
+    }
+    for piece in plan.pieces:
+        for batch in binder.batches(piece, _moved_span(plan, piece, ranges[piece.group])):
+            yield piece, batch
+    binder.require_distinct_destinations()
+
+
+def _moved_span(plan: EdgePlan, piece: Piece, range_: Span) -> Span:
     """Entries of a piece to move. An opaque page is one entry."""
     if not piece.opaque:
         return range_

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of a pair of engines before either runs, and the digest of a plan.
+"""The costs of a pair of engines before either runs.
 
 `report` plans every edge and binds it for one synthetic request, so its bytes, strided runs and
 descriptors are those of a real request. The lower bounds come from the shapes alone.
@@ -7,13 +7,10 @@ descriptors are those of a real request. The lower bounds come from the shapes a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvferry.layout.model import CacheModel
@@ -21,7 +18,6 @@ from kvferry.layout.placement import Ints, RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.assign import Share
 from kvferry.plan.bind import bind
-from kvferry.plan.edge import EdgePlan
 from kvferry.plan.pair import PairPlan, plan_pair
 from kvferry.plan.tokens import moved, paging_for, unloadable
 
@@ -122,6 +118,10 @@ def report(
         )
         by_src[edge.src] += bound.bytes
         by_dst[edge.dst] += bound.bytes
+    notes = [f"from: {note}" for note in src.oddities(model)]
+    notes += [f"to: {note}" for note in dst.oddities(model)]
+    if why := unloadable(model, src, dst, tokens, skip):  # the source dropped blocks
+        notes.append(f"not loaded but computed by the destination: {why}")
     return PlanReport(
         model=model.name,
         src=src.describe(),
@@ -134,19 +134,8 @@ def report(
         busiest_source_bytes=max(by_src.values(), default=0),
         ideal_source_bytes=_ideal(pair, by_src),
         busiest_destination_bytes=max(by_dst.values(), default=0),
-        notes=tuple(
-            f"{side}: {note}"
-            for side, shape in (("from", src), ("to", dst))
-            for note in shape.oddities(model)
-        )
-        + _computed(pair, tokens, skip),
+        notes=tuple(notes),
     )
-
-
-def _computed(pair: PairPlan, tokens: int, skip: int) -> tuple[str, ...]:
-    """A note if the destination computes the request, because the source dropped blocks."""
-    why = unloadable(pair.model, pair.src, pair.dst, tokens, skip)
-    return (f"not loaded but computed by the destination: {why}",) if why else ()
 
 
 def synthetic_tables(
@@ -188,16 +177,3 @@ def _ideal(pair: PairPlan, by_src: Counter[Rank]) -> int:
     for rank, load in by_src.items():
         stages[rank.pp] += load
     return max((-(-load // pair.src.tp) for load in stages.values()), default=1) or 1
-
-
-def digest(plan: EdgePlan) -> str:
-    """Two plans are equal exactly if their digests are."""
-    values = asdict(plan)
-    for piece in values["pieces"]:
-        del piece["_templates"]  # made as requests need them
-    text = json.dumps(values, sort_keys=True, default=_plain)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else msgspec.structs.asdict(value)

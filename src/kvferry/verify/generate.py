@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from kvferry.verify.oracle import (
@@ -414,16 +415,8 @@ def _two_kinds(rng: Random) -> tuple[list[int], list[int]]:
     return first, [i for i in range(count) if i not in first]
 
 
-def _gqa(rng: Random) -> list[GroupDict]:
-    return [group("attention", _layers(rng), _kv(rng, rng.choice(HEADS)))]
-
-
-def _mqa(rng: Random) -> list[GroupDict]:
-    return [group("attention", _layers(rng), _kv(rng, 1))]
-
-
-def _mha(rng: Random) -> list[GroupDict]:
-    return [group("attention", _layers(rng), _kv(rng, rng.choice((12, 16, 24))))]
+def _attention(heads: tuple[int, ...], rng: Random) -> list[GroupDict]:
+    return [group("attention", _layers(rng), _kv(rng, rng.choice(heads)))]
 
 
 def _mla(rng: Random) -> list[GroupDict]:
@@ -525,7 +518,7 @@ def _amx(rng: Random) -> list[GroupDict]:
 def _draft(rng: Random) -> list[GroupDict]:
     layers = list(range(rng.randint(1, 2)))
     draft = group("draft", layers, _kv(rng, rng.choice((1, *HEADS))), role="draft")
-    return [*(_mla(rng) if rng.random() < 0.7 else _gqa(rng)), draft]
+    return [*(_mla(rng) if rng.random() < 0.7 else _attention(HEADS, rng)), draft]
 
 
 def _ring(rng: Random) -> list[GroupDict]:
@@ -553,17 +546,10 @@ def _compressed(rng: Random) -> list[GroupDict]:
     return [made, group("full", full, _kv(rng, heads))]
 
 
-def _scaled(rng: Random, heads: int) -> list[ComponentDict]:
+def _scaled(name: str, rng: Random) -> list[GroupDict]:
+    layers, heads = _layers(rng), rng.choice((1, *HEADS))
     k, scale = component(rng, "k", heads, element=1), component(rng, "k_scale", heads, element=1)
-    return [k, scale, {**k, "name": "v"}, {**scale, "name": "v_scale"}]
-
-
-def _nvfp4(rng: Random) -> list[GroupDict]:
-    return [group("nvfp4", _layers(rng), _scaled(rng, rng.choice((1, *HEADS))))]
-
-
-def _inline_scales(rng: Random) -> list[GroupDict]:
-    return [group("inline", _layers(rng), _scaled(rng, rng.choice((1, *HEADS))))]
+    return [group(name, layers, [k, scale, {**k, "name": "v"}, {**scale, "name": "v_scale"}])]
 
 
 def _mla_scaled(rng: Random) -> list[GroupDict]:
@@ -586,9 +572,9 @@ def _opaque(rng: Random) -> list[GroupDict]:
 
 
 KINDS: dict[str, tuple[int, Callable[[Random], list[GroupDict]]]] = {  # weight, maker
-    "gqa": (18, _gqa),
-    "mqa": (6, _mqa),
-    "mha": (6, _mha),
+    "gqa": (18, partial(_attention, HEADS)),
+    "mqa": (6, partial(_attention, (1,))),
+    "mha": (6, partial(_attention, (12, 16, 24))),
     "mla": (10, _mla),
     "sliding": (11, _sliding),
     "chunked": (7, _chunked),
@@ -598,8 +584,8 @@ KINDS: dict[str, tuple[int, Callable[[Random], list[GroupDict]]]] = {  # weight,
     "draft": (8, _draft),
     "ring": (5, _ring),
     "compressed": (6, _compressed),
-    "nvfp4": (5, _nvfp4),
-    "inline_scales": (3, _inline_scales),
+    "nvfp4": (5, partial(_scaled, "nvfp4")),
+    "inline_scales": (3, partial(_scaled, "inline")),
     "mla_scaled": (4, _mla_scaled),
     "opaque": (5, _opaque),
     "amx": (3, _amx),

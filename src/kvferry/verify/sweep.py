@@ -261,28 +261,15 @@ class AddressSpace:
 
     @classmethod
     def build(cls, side: str, layouts: dict[Rank, RankLayout]) -> AddressSpace:
-        starts, stops, owners = [], [], []
-        bases = {}
-        address = FIRST_ADDRESS[side]
-        for rank, layout in layouts.items():
-            mine = []
-            for region in layout.regions:
-                mine.append(address)
-                stops.append(address + region.bytes)
-                owners.append(rank)
-                address = stops[-1] + GUARD_BYTES
-            bases[rank] = np.asarray(mine, dtype=np.int64)
-            starts += mine
+        owners = [rank for rank, layout in layouts.items() for _ in layout.regions]
+        sizes = [region.bytes for layout in layouts.values() for region in layout.regions]
         first = FIRST_ADDRESS[side]
-        return cls(
-            layouts,
-            bases,
-            np.asarray(starts, dtype=np.int64),
-            np.asarray(stops, dtype=np.int64),
-            owners,
-            first,
-            address - first,
-        )
+        ends = first + np.cumsum(np.asarray(sizes, dtype=np.int64) + GUARD_BYTES)  # with gaps
+        stops = ends - GUARD_BYTES
+        starts = stops - sizes
+        counts = np.cumsum([len(layout.regions) for layout in layouts.values()])
+        bases = dict(zip(layouts, np.split(starts, counts[:-1]), strict=True))
+        return cls(layouts, bases, starts, stops, owners, first, int(ends[-1]) - first)
 
     def fill(self, images: dict[Rank, Image], between: int) -> Ids:
         """One array over the whole address range, with these images in it."""
