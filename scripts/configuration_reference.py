@@ -26,8 +26,18 @@ HANDOVER_ALSO = {  # keys that are read beside the dataclass
     "secret_file": "a path",
     "pool": "true, false or an object",
 }
-# Set by kvferry itself, or not written in JSON. `host` follows the engine's.
-NOT_OPTIONS = {"secret", "admits", "host", "memory", "limits", "writable", "fabric", "faults"}
+# Set by kvferry itself, or not written in JSON. `host` and `gpu` follow the engine's.
+NOT_OPTIONS = {
+    "secret",
+    "admits",
+    "host",
+    "gpu",
+    "memory",
+    "limits",
+    "writable",
+    "fabric",
+    "faults",
+}
 WITHOUT_EFFECT = {"VLLM_MOONCAKE_LOAD_RECV_THREADS"}  # that only vLLM's own connector reads
 WHOSE = {
     "nixl": "`NixlConnector`, `NixlPullConnector`, `NixlPushConnector`",
@@ -114,9 +124,8 @@ def carrier_options() -> str:
         if isinstance(kind, tuple):
             kind = getattr(import_module(kind[0]), kind[1])
         takes = inspect.signature(kind).parameters
-        skipped = NOT_OPTIONS | ({"device"} if name == "nixl" else set())  # the cache's own GPU
         mine = {row[1].strip("`"): row for row in rows if row[0] == carrier}
-        require_same(name, set(takes) - skipped, mine)
+        require_same(name, set(takes) - NOT_OPTIONS, mine)
         for option, (_, shown, words, sentence) in mine.items():
             made.append((carrier, shown, default(words, takes[option].default), sentence))
     return table(("carrier", "option", "default", ""), made)

@@ -40,10 +40,8 @@ class DeviceKind:
             carrier = make_carrier(
                 "tcp", secret=SECRET, host="127.0.0.1", memory=memory, writable=True
             )
-        elif self.name == "nixl":
-            carrier = make_carrier("nixl", device=0)
-        elif self.name == "mooncake":
-            carrier = make_carrier("mooncake")
+        elif self.name in LIBRARIES:
+            carrier = make_carrier(self.name, gpu=0)
         else:
             carrier = make_carrier("cuda", triton=self.name == "cuda")
         carrier.register(regions)

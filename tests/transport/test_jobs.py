@@ -46,10 +46,9 @@ class MemmoveCarrier(LibraryCarrier):
     batch_descriptors = 64
     batch_bytes = 1 << 20
 
-    def __init__(self, device: int = shared.ON_HOST) -> None:
-        self.device = device
+    def __init__(self, gpu: int = shared.ON_HOST) -> None:
         self.registered: list[MemoryRegion] = []
-        super().__init__(host=None, secret=None, flavour="")
+        super().__init__(host=None, secret=None, flavour="", gpu=gpu)
 
     def _start(self) -> None: ...
 
@@ -115,16 +114,16 @@ def memmove() -> Iterator[MemmoveCarrier]:
         yield carrier
 
 
-@pytest.mark.parametrize("device", [shared.ON_HOST, 0])
-def test_neighbours_on_a_gpu_are_registered_apart(device: int) -> None:
+@pytest.mark.parametrize("gpu", [shared.ON_HOST, 0])
+def test_neighbours_on_a_gpu_are_registered_apart(gpu: int) -> None:
     """They may be allocations of their own, and drivers register no memory that spans two."""
     base = 1 << 40
     first, second = (MemoryRegion(base + at * MIB, MIB) for at in range(2))
-    carrier = MemmoveCarrier(device)
+    carrier = MemmoveCarrier(gpu)
     (scratch,) = carrier.registered
     carrier.register([first])
     carrier.register([second])
-    apart = [first, second] if device == 0 else [MemoryRegion(base, 2 * MIB)]
+    apart = [first, second] if gpu == 0 else [MemoryRegion(base, 2 * MIB)]
     assert carrier.registered == [scratch, *apart]
     carrier.close()
     assert carrier.registered == []

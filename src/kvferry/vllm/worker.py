@@ -309,8 +309,8 @@ def cache_carriers(
             options["admits"] = config.admits
         if gpu and chosen.name == "tcp":
             options["memory"] = memory
-        if gpu and chosen.name == "nixl":
-            options["device"] = number
+        if gpu and chosen.name in LIBRARIES:
+            options["gpu"] = number
         options |= config.carrier_options.get(chosen.name, {})
         carrier: Carrier | None = None
         try:

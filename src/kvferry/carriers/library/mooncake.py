@@ -32,6 +32,7 @@ from typing import Any
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.library.shared import (
     ENVIRONMENT,
+    ON_HOST,
     RDMA_DEVICES,
     THREADS_PER_PEER,
     LibraryCarrier,
@@ -78,12 +79,15 @@ class MooncakeCarrier(LibraryCarrier):
         device: str = "",
         workers: int = THREADS_PER_PEER,
         admits: Admits | None = None,
+        gpu: int = ON_HOST,
     ) -> None:
         self._engine_class = engine_class()
         with ENVIRONMENT:
             require_way(protocol, device)
         self._devices = device
-        super().__init__(host=host, secret=secret, flavour=protocol, admits=admits, workers=workers)
+        super().__init__(
+            host=host, secret=secret, flavour=protocol, admits=admits, workers=workers, gpu=gpu
+        )
 
     def _start(self) -> None:
         """Start an engine, which reads its settings once, from the environment. Variables that the

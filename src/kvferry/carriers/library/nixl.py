@@ -53,8 +53,7 @@ PULSE_SECONDS = 0.02  # between two checks whether the peer lives
 
 class NixlCarrier(LibraryCarrier):
     """`backends`: NIXL's names, in order of preference; both sides need the same. `threads`: of
-    UCX and LIBFABRIC, beside the one that makes progress. `device`: the number of the GPU that
-    holds the registered memory; either side may be a host's memory."""
+    UCX and LIBFABRIC, beside the one that makes progress."""
 
     name = "nixl"
     batch_descriptors = BATCH_DESCRIPTORS
@@ -68,17 +67,17 @@ class NixlCarrier(LibraryCarrier):
         backends: Sequence[str] = ("UCX",),
         threads: int = 0,
         admits: Admits | None = None,
-        device: int = ON_HOST,
+        gpu: int = ON_HOST,
     ) -> None:
-        self._api = api()
-        self.device, self._threads = device, threads
+        self._api, self._threads = api(), threads
         self._backends = [backends] if isinstance(backends, str) else list(backends)
         if not self._backends:
             raise TransferError('`backends` names none of NIXL\'s; the usual one is ["UCX"]')
         self._agents: dict[Any, int] = {}  # remote agents by name, and how many peers use each
         self._agents_lock = threading.Lock()
         self._handles: dict[int, Any] = {}  # of registered memory, by address
-        super().__init__(host=host, secret=secret, flavour=",".join(self._backends), admits=admits)
+        flavour = ",".join(self._backends)
+        super().__init__(host=host, secret=secret, flavour=flavour, admits=admits, gpu=gpu)
 
     def _start(self) -> None:
         try:
@@ -142,7 +141,7 @@ class NixlCarrier(LibraryCarrier):
     def _place(self, address: int) -> tuple[str, int]:
         """NIXL's place of memory registered here. The carrier's scratch is host memory."""
         own = 0 <= address - self._own.address < self._own.bytes
-        return place(ON_HOST if own else self.device)
+        return place(ON_HOST if own else self.gpu)
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         try:
@@ -163,7 +162,7 @@ class NixlCarrier(LibraryCarrier):
     def _request(self, peer: LibraryPeer, batch: Copies, reading: bool) -> Any:
         local, remote = (batch.dst, batch.src) if reading else (batch.src, batch.dst)
         mine = self._descriptors(local, batch.length, self._place(int(local[0])))
-        theirs = self._descriptors(remote, batch.length, place(peer.endpoint.device))
+        theirs = self._descriptors(remote, batch.length, place(peer.endpoint.gpu))
         op = "READ" if reading else "WRITE"
         return self._agent.initialize_xfer(op, mine, theirs, peer.handle)
 
@@ -201,9 +200,9 @@ def make_agent(nixl: Any, backends: list[str], threads: int) -> Any:
     return agent
 
 
-def place(device: int) -> tuple[str, int]:
+def place(gpu: int) -> tuple[str, int]:
     """NIXL's kind of memory, and its device."""
-    return (MEMORY, 0) if device == ON_HOST else ("VRAM", device)
+    return (MEMORY, 0) if gpu == ON_HOST else ("VRAM", gpu)
 
 
 def rows(address: Ints, length: Ints, device: int = 0) -> NDArray[np.uint64]:

@@ -75,7 +75,7 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
     incarnation: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: list[tuple[int, int]]
     # the number of the GPU that holds the regions, or `ON_HOST`
-    device: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
+    gpu: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
     address: bytes
 
     @classmethod
@@ -92,7 +92,8 @@ _endpoints = msgspec.msgpack.Decoder(LibraryEndpoint)
 class LibraryCarrier(Carrier):
     """`host` is the address at which peers reach this carrier. The libraries do not use `secret`:
     it only permits a `host` of a network. `admits` says which of the hosts that endpoints name may
-    be dialed. Both sides must have the same `flavour`.
+    be dialed. Both sides must have the same `flavour`. `gpu`: the number of the GPU that holds the
+    registered memory; either side may be a host's memory.
 
     A subclass moves batches between two processes by its library. It sets its own attributes before
     it calls this constructor, which calls `_start`.
@@ -101,7 +102,6 @@ class LibraryCarrier(Carrier):
     batch_descriptors: ClassVar[int]
     batch_bytes: ClassVar[int]
     listens_everywhere: ClassVar[bool] = False  # whatever `host` is
-    device: int = ON_HOST  # where the registered memory lies, if the library must know
 
     def __init__(
         self,
@@ -109,11 +109,12 @@ class LibraryCarrier(Carrier):
         host: str | None,
         secret: bytes | str | None,
         flavour: str,
+        gpu: int = ON_HOST,
         admits: Admits | None = None,
         workers: int = THREADS_PER_PEER,
     ) -> None:
         self.host = host or LOCALHOST
-        self._workers = workers
+        self.gpu, self._workers = gpu, workers
         look_at_host(self.name, self.host, self.listens_everywhere)
         self._reach = Reach(secret is not None and Key.of(secret).configured, admits)
         self._reach.require_listening(self.host)
@@ -183,7 +184,7 @@ class LibraryCarrier(Carrier):
         with self._lock:
             before = self._registered
             table = RegionTable.of([*before, *regions])
-            after = table.regions() if self.device == ON_HOST else [*before, *regions]
+            after = table.regions() if self.gpu == ON_HOST else [*before, *regions]
             for region in set(before) - set(after):
                 self.unregister_one(region)
             for region in set(after) - set(before):
@@ -202,7 +203,7 @@ class LibraryCarrier(Carrier):
                 token=self._pulse.token,
                 incarnation=self._pulse.incarnation,
                 regions=[(r.address, r.bytes) for r in self._table.regions()],
-                device=self.device,
+                gpu=self.gpu,
                 address=self._address(),
             )
         )
