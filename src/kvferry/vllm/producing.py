@@ -67,7 +67,8 @@ class Producing:
     loads_here: Callable[[], bool] = lambda: False  # whether this engine has requests with tickets
     step: int = 0  # number of the last step that was scheduled
     held: dict[str, frozenset[int]] = field(default_factory=dict)  # blocks, by request
-    _holders: Counter[int] = field(default_factory=Counter)  # requests that hold each block
+    _blocks: set[int] = field(default_factory=set)  # of all of them
+    _again: Counter[int] = field(default_factory=Counter)  # how many more hold a block than one
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request
@@ -148,7 +149,8 @@ class Producing:
         written = accepted.step if self.shape[1] == 1 else self.step
         self.parts.orders.written = max(self.parts.orders.written, written)
         self.held[request_id] = blocks
-        self._holders.update(blocks)
+        self._again.update(blocks & self._blocks)
+        self._blocks |= blocks
         self._moved = time.monotonic()
         self.parts.spans.begin(
             "hold", request, **{"kvferry.tokens": tokens, "kvferry.blocks": len(blocks)}
@@ -173,7 +175,7 @@ class Producing:
     @property
     def held_blocks(self) -> int:
         """Blocks that holds keep. Prompts with a common prefix share blocks."""
-        return len(self._holders)
+        return len(self._blocks)
 
     def _over_limit(self, blocks: frozenset[int]) -> str:
         """Why these blocks may not be held too, or an empty text."""
@@ -184,7 +186,7 @@ class Producing:
             lone = not self.held_blocks and not self.loads_here()
             limit = 0 if lone else int(HELD_SHARE * self.parts.cut.cache_blocks)
             which += f", by default a share of the cache of {HELD_SHARE:g}"
-        more = len(blocks - self._holders.keys())
+        more = len(blocks - self._blocks)
         if not limit or self.held_blocks + more <= limit:
             return ""
         return (
@@ -216,10 +218,13 @@ class Producing:
             if why := self._ends.pop(request_id, ""):
                 self.parts.stats.count("holds_closed", why)
             if request_id in self.held:
-                for block in self.held.pop(request_id):
-                    self._holders[block] -= 1
-                    if not self._holders[block]:
-                        del self._holders[block]
+                blocks = self.held.pop(request_id)
+                shared = blocks & self._again.keys()
+                self._blocks -= blocks - shared
+                for block in shared:
+                    self._again[block] -= 1
+                    if not self._again[block]:
+                        del self._again[block]
                 self._moved = time.monotonic()
                 self.parts.spans.end("hold", request_id)
 
