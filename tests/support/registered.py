@@ -48,7 +48,7 @@ JOINED = {
 
 
 # Sparse attention on GPUs: latents token by token; index keys as vLLM's kernels write them
-# (`index_kernel`), the values of a kernel's block before their scales
+# (`sparse_kernel`), the values of a kernel's block before their scales
 SPARSE, INDEXER = "FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"
 KEYS = "(dim < 128) * (slot*128 + dim) + (dim >= 128) * (S*128 + slot*4 + dim - 128)"
 SPARSE_INTERIORS = {

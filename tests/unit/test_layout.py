@@ -175,6 +175,8 @@ class TestHuggingFace:
 
         assert layers("glm-5-shared") == (0, 1, 2, 6, 10)
         assert layers("glm-5-pattern") == (0, 1, 4, 8)
+        short = {**KNOWN["glm-5-pattern"][0], "index_topk_pattern": "FSSS"}
+        assert model_from_config(short).group("indexer").layers == (0, *range(4, 12))
 
     def test_states_of_the_type_that_the_model_asks_for(self) -> None:
         def sizes(config: Config) -> list[int]:

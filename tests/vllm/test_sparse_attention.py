@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and GLM: index keys as vLLM's kernels write them, latents as vLLM's layers declare.
+"""DeepSeek V3.2 and GLM: latents and index keys, as vLLM writes them and as its layers declare them.
 
 Hand-overs of such engines are in `test_registered`.
 """
@@ -9,6 +9,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from workers import Worker
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SUPPORT = Path(__file__).parents[1] / "support"
-TOKENS = 300
+TOKENS = 150
+KERNEL_TYPES = ("auto", "fp8", "fp8_ds_mla")  # Triton's interpreter writes no fp4
 LATENT_BYTES = {"auto": 1152, "fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
 
@@ -44,48 +46,52 @@ def worker(made: Registered) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, np.ndarray]:
-    """Caches of the same keys, by the size of a kernel's block."""
-    folder = tmp_path_factory.mktemp("keys")
-    keys = np.random.default_rng(7).normal(size=(TOKENS, 128)).astype(np.float32)
-    np.save(folder / "keys.npy", keys)
-    program = [sys.executable, "-W", "ignore", str(SUPPORT / "index_kernel.py")]
-    sizes = ["16", "64", "128"]
-    subprocess.run([*program, str(folder / "keys.npy"), str(folder / "cache"), *sizes], check=True)
-    return {int(size): np.fromfile(folder / f"cache.{size}", dtype=np.uint8) for size in sizes}
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
+    """The cache of the same tokens in a type, with a size of a kernel's blocks, of a group."""
+    out = tmp_path_factory.mktemp("sparse") / "cache"
+    cases = [f"{kind}:{block}" for kind in KERNEL_TYPES for block in (16, 64, 128)]
+    program = [sys.executable, "-W", "ignore", str(SUPPORT / "sparse_kernel.py")]
+    subprocess.run([*program, str(out), str(TOKENS), *cases], check=True)
+
+    def read(cache_dtype: str, block: int, group: str) -> np.ndarray:
+        return np.fromfile(f"{out}.{cache_dtype}.{block}.{group}", dtype=np.uint8)
+
+    return read
 
 
+@pytest.mark.parametrize("cache_dtype", KERNEL_TYPES)
 @pytest.mark.parametrize(
     ("source", "destination"), [(64, 64), (64, 128), (128, 64), (16, 64), (64, 16)]
 )
-def test_keys_land_where_the_kernel_writes_them(
-    source: int, destination: int, written: dict[int, np.ndarray]
+def test_bytes_land_where_the_kernel_writes_them(
+    cache_dtype: str, source: int, destination: int, written: Callable[..., np.ndarray]
 ) -> None:
-    whole = load_model("deepseek-v3.2")
-    indexer = replace(whole.group("indexer"), layers=(0,))
-    model = replace(whole, groups=(indexer,), total_layers=0)
-    shapes = [EngineShape(block_size=b, interior="planes") for b in (source, destination)]
-    memory, layouts, tables = [], [], []
-    for block, shape in zip((source, destination), shapes, strict=True):
-        blocks = len(written[block]) // (block * 132)
-        layouts.append(RankLayout.build(model, shape, Rank(0, 0), blocks))
-        memory.append(written[block].copy())
-        tables.append([np.arange(1, blocks)])
-    memory[1][:] = 0
-    pair = plan_pair(model, *shapes)
-    bound = bind(
-        pair.plan(pair.edges[0], *layouts),
-        tokens=TOKENS,
-        src_tables=tables[0],
-        dst_tables=tables[1],
-        src_bases=[0],
-        dst_bases=[0],
-    )
-    copies = bound.copies()
-    for src, dst, size in zip(copies.src, copies.dst, copies.length, strict=True):
-        memory[1][dst : dst + size] = memory[0][src : src + size]
-    assert np.count_nonzero(memory[1]) > TOKENS * 100
-    assert np.array_equal(memory[1], written[destination])
+    whole = load_model("deepseek-v3.2", cache_dtype=cache_dtype)
+    for name in ("mla", "indexer"):
+        group = replace(whole.group(name), layers=(0,))
+        model = replace(whole, groups=(group,), total_layers=0)
+        interior = "planes" if name == "indexer" else "joined"
+        memory, layouts, tables, shapes = [], [], [], []
+        for block in (source, destination):
+            memory.append(written(cache_dtype, block, name))
+            blocks = len(memory[-1]) // (block * group.entry_bytes)
+            shapes.append(EngineShape(block_size=block, interior=interior))
+            layouts.append(RankLayout.build(model, shapes[-1], Rank(0, 0), blocks))
+            tables.append([np.arange(1, blocks)])
+        pair = plan_pair(model, *shapes)
+        bound = bind(
+            pair.plan(pair.edges[0], *layouts),
+            tokens=TOKENS,
+            src_tables=tables[0],
+            dst_tables=tables[1],
+            src_bases=[0],
+            dst_bases=[0],
+        )
+        copies, moved = bound.copies(), np.zeros_like(memory[1])
+        for src, dst, size in zip(copies.src, copies.dst, copies.length, strict=True):
+            moved[dst : dst + size] = memory[0][src : src + size]
+        assert np.count_nonzero(moved) > TOKENS * 100
+        assert np.array_equal(moved, memory[1]), name
 
 
 @pytest.mark.parametrize("cache_dtype", LATENT_BYTES)

@@ -407,7 +407,11 @@ class ConfigReader:
         layers = tuple(
             i
             for i in range(self.layers)
-            if (max(i - offset + 1, 0) % every == 0 if pattern is None else pattern[i] != "S")
+            if (
+                max(i - offset + 1, 0) % every == 0
+                if pattern is None
+                else i >= len(pattern) or pattern[i] != "S"
+            )
         )
         components = index_components(self.integer("index_head_dim"))
         return [Group("indexer", layers, components, role="indexer")]
