@@ -1,6 +1,5 @@
-"""DeepSeek V3.2 and GLM: latents and index keys, as vLLM writes them and as its layers declare them.
-
-Hand-overs of such engines are in `test_registered`.
+"""DeepSeek V3.2 and GLM: latents and index keys as vLLM writes them, and as its layers declare them
+(hand-overs of such engines: `test_registered`).
 """
 
 from __future__ import annotations
