@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import subprocess
 import sys
@@ -18,12 +19,15 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from registered import LaidOut, Registered, Sparse
+    from registered import LaidOut, Registered, RegisteredRack, Sparse
 
 from kvferry import EngineShape, Rank, RankLayout
 from kvferry.errors import DescriptionError, IncompatibleError
 from kvferry.layout.hf import load_model
 from kvferry.plan import bind, plan_pair
+from kvferry.pool.hits import Segment
+from kvferry.pool.layout_registry import make_layout, plan_read, read_record
+from kvferry.pool.objects import object_memory
 from kvferry.vllm import describe
 from workers import Worker
 
@@ -141,6 +145,42 @@ def require_plan(src: describe.Described, dst: describe.Described) -> None:
     shapes = src.layout.shape, dst.layout.shape
     pair = plan_pair(src.model, *shapes, dst_model=dst.model)
     assert pair.plan(pair.edges[0], src.layout, dst.layout).pieces
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_pool_is_shared_between_shapes(turned: bool) -> None:
+    tokens, sparse = 512, Sparse("fp8_ds_mla", mtp=1)
+    sides = [engine(tp=2, sparse=sparse), engine(pp=2, block=128, kernel=64, sparse=sparse)]
+    writer, reader = (LaidOut(side) for side in (reversed(sides) if turned else sides))
+    racks = [RegisteredRack(writer, rank, 0x5A) for rank in writer.engine.ranks]
+    made = make_layout(writer.engine.model, {}, [rack.layout for rack in racks])
+    layout, tables, objects = read_record(made.encoded, made.id), writer.tables(tokens, 1), {}
+    for rack in racks:
+        rack.fill(tables, tokens)
+        for table, memory in object_memory(writer.engine.model, rack.layout).items():
+            fragment = layout.owner[table, rack.rank]
+            pages = memory.blocks(np.asarray(rack.bases), np.asarray(tables[table])).address
+            for number, at in enumerate(pages.tolist()):
+                parts = zip(at, memory.lengths.tolist(), strict=True)
+                content = b"".join(ctypes.string_at(start, length) for start, length in parts)
+                # ranks of one fragment hold equal bytes
+                assert objects.setdefault((fragment.name, number), content) == content
+    wanted = reader.tables(tokens, 2)
+    for rank in reader.engine.ranks:
+        rack = RegisteredRack(reader, rank, 0xEE)
+        assert rack.wrong_bytes(wanted, tokens)
+        plan = plan_read(layout, reader.engine.model, rack.layout)
+        blocks = [np.asarray(table) for table in wanted]
+        for group in reader.engine.model.groups:
+            segment = Segment(layout.id, group.name, 0, tokens)
+            found = plan.bind(segment, blocks, np.asarray(rack.bases))
+            for fragment, number, s in zip(
+                found.fragments, found.blocks, found.slices, strict=True
+            ):
+                content = objects[fragment.name, number]
+                for start, to, length in zip(s.offset, s.address, s.length, strict=True):
+                    ctypes.memmove(int(to), content[start : start + length], int(length))
+        assert rack.wrong_bytes(wanted, tokens) == 0
 
 
 def test_formats_of_fp8_count(monkeypatch: pytest.MonkeyPatch) -> None:
