@@ -150,7 +150,7 @@ def require_plan(src: describe.Described, dst: describe.Described) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_pool_is_shared_between_shapes(turned: bool) -> None:
     tokens, sparse = 512, Sparse("fp8_ds_mla", mtp=1)
-    sides = [engine(tp=2, sparse=sparse), engine(pp=2, block=128, kernel=64, sparse=sparse)]
+    sides = [engine(tp=2, sparse=sparse), engine(pp=2, block=128, sparse=sparse)]
     writer, reader = (LaidOut(side) for side in (reversed(sides) if turned else sides))
     racks = [RegisteredRack(writer, rank, 0x5A) for rank in writer.engine.ranks]
     made = make_layout(writer.engine.model, {}, [rack.layout for rack in racks])
