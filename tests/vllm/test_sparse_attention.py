@@ -51,6 +51,7 @@ def worker(made: Registered) -> Worker:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
     """The cache of the same tokens in a type, with a size of a kernel's blocks, of a group."""
+    pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("sparse") / "cache"
     cases = [f"{kind}:{block}" for kind in KERNEL_TYPES for block in (16, 64, 128)]
     program = [sys.executable, "-W", "ignore", str(SUPPORT / "sparse_kernel.py")]
@@ -186,11 +187,16 @@ def test_a_pool_is_shared_between_shapes(turned: bool) -> None:
 def test_formats_of_fp8_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    mine = worker(engine(sparse=Sparse("fp8_ds_mla")))
-    usual = mine.describe().meaning
+    lone = LaidOut(engine(pp=2, sparse=Sparse(layers="FSS"))).engine  # a stage without index keys
+    plain = LaidOut(Registered("llama-tp1")).engine
+    workers = [lone.worker(Rank(0, 0)), lone.worker(Rank(1, 0))]
+    usual = [one.describe().meaning for one in workers]
     monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: True, raising=False)
-    assert mine.describe().meaning == {**usual, "fp8 format": "fnuz"}
-    assert "fp8 format" in worker(engine()).describe().meaning  # index keys are fp8
+    for one, before in zip(workers, usual, strict=True):
+        assert one.describe().meaning == {**before, "fp8 format": "fnuz"}
+    assert "fp8 format" not in plain.worker(Rank(0, 0)).describe().meaning
+    fp8 = LaidOut(Registered("llama-tp1-fp8")).engine.worker(Rank(0, 0))
+    assert fp8.describe().meaning["fp8 format"] == "fnuz"
 
 
 def test_a_cache_in_host_memory_is_refused() -> None:

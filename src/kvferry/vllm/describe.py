@@ -508,7 +508,7 @@ def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, 
         "quantization configuration": _quantization(config),
         "media": _media(config),
         "cache scales": _scales(vllm_config, kv_cache_config),
-        "fp8 format": _fp8_format(vllm_config, kv_cache_config),
+        "fp8 format": _fp8_format(vllm_config, text),
     }
     told |= {name: value for name, value in maybe.items() if value}
     kinds = {s.mamba_type.name for _, _, s in layer_specs(kv_cache_config) if is_state(s)}
@@ -562,13 +562,13 @@ def _has_fp8(vllm_config: Any) -> bool:
     return any("fp8" in dtype for dtype in dtypes)
 
 
-def _fp8_format(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The format of fp8 values, where it is not the usual e4m3: on MI300 it has no negative 0."""
+def _fp8_format(vllm_config: Any, text: Mapping[str, Any]) -> str:
+    """The format of fp8 values, which index keys always are, if it is not the usual e4m3: on MI300
+    the same bytes are other numbers."""
     from vllm.platforms import current_platform
 
-    indexers = any(_is_indexer(name) for _, name, _ in layer_specs(kv_cache_config))
-    fnuz = (indexers or _has_fp8(vllm_config)) and current_platform.is_fp8_fnuz()
-    return "fnuz" if fnuz else ""
+    fp8 = bool(text.get("index_head_dim")) or _has_fp8(vllm_config)
+    return "fnuz" if fp8 and current_platform.is_fp8_fnuz() else ""
 
 
 def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
