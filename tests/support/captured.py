@@ -161,7 +161,7 @@ class Rack:
                 position = self._positions(index, slots)
                 key = (
                     ordinal(layer) * 7919
-                    + number * 104729
+                    + (number + 2 * (".indexer." in layer)) * 104729
                     + (first + np.arange(heads))[:, None, None] * 1299709
                     + position[None, :, None] * 15485863
                     + np.arange(dims)[None, None, :] * 32452843

@@ -197,21 +197,21 @@ KNOWN: dict[str, tuple[Config, Told]] = {
         {**GLM_DSA, "index_topk_freq": 1},
         {
             "mla": (12, 0, {"latent": (1, (576,))}),
-            "indexer": (12, 0, {"index": (1, (132,))}),
+            "indexer": (12, 0, {"index": (1, (128,)), "scale": (1, (1,))}),
         },
     ),
     "glm-5-shared": (  # layers 0 to 2, 6 and 10
         {**GLM_DSA, "index_topk_freq": 4, "index_skip_topk_offset": 3},
         {
             "mla": (12, 0, {"latent": (1, (576,))}),
-            "indexer": (5, 0, {"index": (1, (132,))}),
+            "indexer": (5, 0, {"index": (1, (128,)), "scale": (1, (1,))}),
         },
     ),
     "glm-5-pattern": (
         {**GLM_DSA, "index_topk_pattern": "FFSSFSSSFSSS"},
         {
             "mla": (12, 0, {"latent": (1, (576,))}),
-            "indexer": (4, 0, {"index": (1, (132,))}),
+            "indexer": (4, 0, {"index": (1, (128,)), "scale": (1, (1,))}),
         },
     ),
 }

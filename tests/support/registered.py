@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
     is_conv_state_dim_first,
 )
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -33,7 +36,7 @@ from kvferry.carriers.base import MemoryRegion
 from kvferry.layout.shape import Rank
 from workers import Worker, make_spec
 
-BLOCKS = 29
+BLOCKS, BF16 = 29, torch.bfloat16
 # FLASH_ATTN, on GPUs: K and V of one head and slot side by side, in the order of the view
 JOINED = {
     "name": "joined",
@@ -42,6 +45,25 @@ JOINED = {
         "v": "head*2*S*D + slot*2*D + D + dim",
     },
 }
+
+
+# Sparse attention on GPUs: latents token by token; index keys as vLLM's kernels write them
+# (`sparse_kernel`), the values of a kernel's block before their scales
+SPARSE, INDEXER = "FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"
+KEYS = "(dim < 128) * (slot*128 + dim) + (dim >= 128) * (S*128 + slot*4 + dim - 128)"
+SPARSE_INTERIORS = {
+    f"{SPARSE}/-/": {"name": "latent_rows", "element_offset": {"latent": "slot*D + dim"}},
+    f"{INDEXER}/-/": {"name": "index_keys", "element_offset": {"latent": KEYS}},
+}
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The target has sparse attention, and maybe layers for multi-token prediction."""
+
+    cache_dtype: str = "auto"
+    mtp: int = 0
+    layers: str = "FFF"  # F: with an indexer of its own; S: shares the last one's choice
 
 
 @dataclass(frozen=True)
@@ -68,6 +90,7 @@ class Registered:
     changes: tuple[tuple[str, Any], ...] = ()  # of the model's configuration
     carrier: str = "local"
     draft: Draft | None = None
+    sparse: Sparse | None = None
     order: str = ""  # of the cache; empty: as captured
     kernel: int = 0  # tokens of a kernel's block; 0: as a block
 
@@ -77,10 +100,21 @@ class Registered:
 
     @property
     def config(self) -> dict[str, Any]:
-        return {**golden(self.like).data["hf_config"], **dict(self.changes)}
+        sparse: dict[str, Any] = {}
+        if self.sparse is not None:
+            pattern = self.sparse.layers
+            sparse = {"model_type": "deepseek_v32", "index_head_dim": 128}
+            sparse |= {"index_topk_pattern": pattern, "num_hidden_layers": len(pattern)}
+        return {**golden(self.like).data["hf_config"], **sparse, **dict(self.changes)}
+
+    @property
+    def draft_layers(self) -> int:
+        return self.draft.layers if self.draft else self.sparse.mtp if self.sparse else 0
 
     def specs(self) -> dict[str, Any]:
         """What the layers of one rank cache, by vLLM's classes."""
+        if self.sparse is not None:
+            return self._sparse_specs(self.sparse)
         captured = golden(self.like).data["ranks"]
         told = {
             layer: group["spec"]
@@ -102,6 +136,28 @@ class Registered:
             }
         made = dict(sorted(made.items(), key=lambda item: ordinal(item[0])))
         return made | self._draft_specs(made)
+
+    def _sparse_specs(self, sparse: Sparse) -> dict[str, Any]:
+        """Told by vLLM's own layers."""
+        vllm = Fake(cache_config=Fake(block_size=self.block), model_config=Fake(dtype=BF16))
+        specs: dict[str, Any] = {}
+        for number, kind in enumerate(sparse.layers + "F" * sparse.mtp):
+            block = "mtp_block." if number >= len(sparse.layers) else ""
+            name = f"model.layers.{number}.{block}self_attn"
+            attention = Fake(
+                kv_cache_dtype=sparse.cache_dtype,
+                head_size=576,
+                sliding_window=None,
+                indexer=True if kind == "F" else None,
+                non_causal_multi_token_decode=False,
+            )
+            keys = Fake(head_dim=132, dtype=torch.uint8, cache_config=vllm.cache_config)
+            spec = MLAAttention.get_kv_cache_spec(attention, vllm)
+            specs[f"{name}.attn"] = align_blocks_to_rows(spec)  # as the backend customizes it
+            if kind == "F":
+                found = DeepseekV32IndexerCache.get_kv_cache_spec(keys, vllm)
+                specs[f"{name}.indexer.k_cache"] = found
+        return specs
 
     def _draft_specs(self, target: dict[str, Any]) -> dict[str, Any]:
         if (draft := self.draft) is None:
@@ -150,10 +206,12 @@ class Registered:
     def lay_out(self) -> Golden:
         """What vLLM registers on each rank, told as a captured engine is told."""
         like, specs = golden(self.like), self.specs()
-        layers = 1 + max(map(ordinal, specs))
-        stages = [get_pp_indices(layers, stage, self.pp) for stage in range(self.pp)]
+        layers = 1 + max(map(ordinal, specs)) - self.draft_layers
+        ends = [get_pp_indices(layers, stage, self.pp)[1] for stage in range(self.pp)]
+        ends[-1] += self.draft_layers
         mine = [
-            {n: s for n, s in specs.items() if start <= ordinal(n) < end} for start, end in stages
+            {n: s for n, s in specs.items() if start <= ordinal(n) < end}
+            for start, end in zip([0, *ends], ends, strict=False)
         ]
         block = max(s.block_size for s in specs.values())
         engine = {
@@ -165,6 +223,8 @@ class Registered:
             "block_size": block,
             "kv_cache_layout": self.order or like.engine["kv_cache_layout"],
         }
+        if self.sparse is not None:
+            engine |= {"cache_dtype": self.sparse.cache_dtype, "dtype": "bfloat16"}
         configs = get_kv_cache_configs(
             self._vllm_config(engine), [mine[r.pp] for r in self.ranks], [1 << 34] * len(self.ranks)
         )
@@ -172,7 +232,7 @@ class Registered:
             self._told(rank, config, like, engine)
             for rank, config in zip(self.ranks, configs, strict=True)
         ]
-        interior = {**like.data["interior"]}
+        interior = {**like.data["interior"], **SPARSE_INTERIORS}
         if self.draft is not None:
             interior |= {"FLASH_ATTN/-/": JOINED, **golden("llama-tp1").data["interior"]}
         return Golden(
@@ -226,6 +286,9 @@ class Registered:
             isa = {"CPU_ATTN": "vec"}.get(self.draft.backend)
             mine = {"backend": self.draft.backend, "isa": isa}
             backends = {name: backends.get(name, mine) for name in caches}
+        if self.sparse is not None:
+            names = {name: INDEXER if ".indexer." in name else SPARSE for name in caches}
+            backends = {name: {"backend": one, "isa": None} for name, one in names.items()}
         told = {
             "pp_rank": rank.pp,
             "tp_rank": rank.tp,
@@ -304,7 +367,10 @@ class LaidOut:
 
     def __init__(self, registered: Registered) -> None:
         self.registered, self.carrier = registered, registered.carrier
-        self.engine = Described({**registered.lay_out().data, "draft": registered.draft})
+        draft, sparse = registered.draft, registered.sparse
+        if sparse is not None and sparse.mtp:
+            draft = Draft(layers=sparse.mtp, heads=1, tp=registered.tp)
+        self.engine = Described({**registered.lay_out().data, "draft": draft})
 
     def tables(self, tokens: int, seed: int) -> Tables:
         """As `Captured.tables`; a block of a rank holds a share of dcp blocks' tokens."""
@@ -332,13 +398,21 @@ class Described(Golden):
             worker.speculate(draft.layers, draft.heads, draft.tp)
         return worker
 
+    def describe(self, worker: Worker) -> Any:
+        """The last stage tells the others of its draft."""
+        if not self.data["draft"] or self.engine["pp"] == 1:
+            return worker.describe()
+        told: list[Any] = []
+        self.worker(self.ranks[-1]).describe(lambda mine: told.append(mine) or mine)
+        return worker.describe(lambda _: told[0])
+
     @property
     def model(self) -> Any:
-        return self.worker(self.ranks[0]).describe().model
+        return self.describe(self.worker(self.ranks[0])).model
 
     @property
     def shape(self) -> Any:
-        return self.worker(self.ranks[0]).describe().layout.shape
+        return self.describe(self.worker(self.ranks[0])).layout.shape
 
 
 class RegisteredRack(Rack):
@@ -347,7 +421,7 @@ class RegisteredRack(Rack):
     def __init__(self, laid_out: LaidOut, rank: Rank, fill: int) -> None:
         self.captured, self.rank, self.engine = laid_out, rank, laid_out.engine  # type: ignore[assignment]
         worker = laid_out.engine.worker(rank)
-        described = worker.describe()
+        described = laid_out.engine.describe(worker)
         self.layout, self.bases = described.layout, list(described.bases)
         storages = {t.untyped_storage().data_ptr(): t for t in worker.kv_caches.values()}
         self.memory = [

@@ -18,6 +18,8 @@ from golden import Golden
 from kvferry.layout.shape import Rank
 from kvferry.vllm.describe import Described, describe_worker
 
+ON_NVIDIA = True  # of index keys, whose layout depends on the device
+
 
 def make_spec(told: dict[str, Any]) -> Any:
     """A spec of vLLM's own class, from what was captured of it."""
@@ -42,8 +44,9 @@ def make_spec(told: dict[str, Any]) -> Any:
 class Layer:
     def __init__(self, backend: dict[str, Any], scale: float = 1.0) -> None:
         self.isa = backend["isa"] or ""
-        self._k_scale = self._v_scale = torch.tensor(scale)
-        self._k_scale_float = self._v_scale_float = scale
+        if "INDEXER" not in backend["backend"]:  # index keys carry their own
+            self._k_scale = self._v_scale = torch.tensor(scale)
+            self._k_scale_float = self._v_scale_float = scale
         self._backend = Fake(get_name=lambda: backend["backend"])
 
     def get_attn_backend(self) -> Any:
@@ -100,6 +103,7 @@ class Worker:
         with (
             patch("kvferry.vllm.describe.from_last_stage", from_last_stage),
             patch("kvferry.vllm.describe.of_all_ranks", lambda told: [told]),  # alike on each
+            patch("kvferry.vllm.describe._on_nvidia", lambda: ON_NVIDIA),
         ):
             return describe_worker(
                 self.vllm_config, self.kv_cache_config, self.kv_caches, self.rank

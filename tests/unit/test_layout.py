@@ -88,6 +88,38 @@ class TestHuggingFace:
     def test_indexer_is_a_role_of_its_own(self) -> None:
         assert load_model("deepseek-v3.2").group("indexer").role == "indexer"
 
+    @pytest.mark.parametrize(
+        ("cache_dtype", "latent_bytes"),
+        [("bfloat16", 1152), ("fp8", 576), ("fp8_ds_mla", 656), ("nvfp4_ds_mla", 352)],
+    )
+    def test_latents_and_index_keys_of_every_cache_type(
+        self, cache_dtype: str, latent_bytes: int
+    ) -> None:
+        model = load_model("deepseek-v3.2", cache_dtype=cache_dtype, draft_layers=1)
+        sizes = {g.name: (len(g.layers), g.entry_bytes, g.role) for g in model.groups}
+        assert sizes == {
+            "mla": (61, latent_bytes, "target"),
+            "indexer": (61, 132, "indexer"),
+            "draft": (1, latent_bytes, "draft"),
+            "draft.indexer": (1, 132, "draft"),
+        }
+        assert model.num_layers == 61
+        assert all(c.sharding == "replicated" for g in model.groups for c in g.components)
+
+    def test_a_draft_without_an_indexer_is_one_group(self) -> None:
+        names = [g.name for g in load_model("deepseek-v3", draft_layers=1).groups]
+        assert names == ["mla", "draft"]
+
+    def test_packed_latents_are_of_one_size_and_of_no_other_attention(self) -> None:
+        with pytest.raises(DescriptionError, match=r"is one of latents .*, not of 'k'"):
+            load_model("llama-3.1-8b", cache_dtype="fp8_ds_mla")
+        narrow = {**presets()["deepseek-v3.2"], "kv_lora_rank": 256}
+        with pytest.raises(DescriptionError, match=r"\(512, 64\), found \(256, 64\)"):
+            model_from_config(narrow, cache_dtype="fp8_ds_mla")
+        few = {**presets()["deepseek-v3.2"], "index_head_dim": 64}
+        with pytest.raises(DescriptionError, match="'scale': units and dims must be positive"):
+            model_from_config(few)
+
     def test_from_a_file_a_folder_and_nested_text(self, tmp_path: Path) -> None:
         inner = presets()["gemma-3-27b"]
         config = {"model_type": "gemma3", "text_config": inner}
@@ -143,6 +175,8 @@ class TestHuggingFace:
 
         assert layers("glm-5-shared") == (0, 1, 2, 6, 10)
         assert layers("glm-5-pattern") == (0, 1, 4, 8)
+        short = {**KNOWN["glm-5-pattern"][0], "index_topk_pattern": "FSSS"}
+        assert model_from_config(short).group("indexer").layers == (0, *range(4, 12))
 
     def test_states_of_the_type_that_the_model_asks_for(self) -> None:
         def sizes(config: Config) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from registered import Draft, LaidOut, Registered, RegisteredConsumer
+    from registered import Draft, LaidOut, Registered, RegisteredConsumer, Sparse
 
 from kvferry.layout.shape import Rank
 from p2p_peers import Child
@@ -41,6 +41,13 @@ SPLIT = Draft(layers=2, tp=2)  # over both ranks of P
 CPU = Draft(layers=2, backend="CPU_ATTN")
 LATENT_BYTES = 576 * 4  # a token of one layer
 DRAFT_BYTES = 2 * 4 * 32 * 4  # K and V of all four heads
+
+# DeepSeek V3.2 and GLM: index keys beside latents, also in a module for multi-token prediction
+DSA = Registered("deepseek-v2-tp1-cpu-mla", block=64, order="LBNHC", sparse=Sparse("fp8_ds_mla"))
+WIDE = replace(DSA, block=128, kernel=64)
+MTP = replace(DSA, sparse=Sparse("fp8_ds_mla", mtp=2))
+LONE = replace(DSA, sparse=Sparse("auto", layers="FSSS"))  # a stage without index keys
+SHARED = replace(DSA, sparse=Sparse("auto", layers="FSFS"))
 
 # source, destination, tokens
 CASES = [
@@ -107,6 +114,16 @@ CASES = [
     (replace(P, draft=SPLIT), replace(D, draft=replace(SPLIT, tp=1)), 300),
     (replace(P, draft=CPU), replace(D, draft=CPU), 170),
     (replace(P, kernel=0, order="BLHNC"), replace(D, kernel=0, order="BLHNC"), 140),
+    # sparse attention
+    (replace(DSA, tp=4), replace(WIDE, tp=8), 333),
+    (replace(WIDE, tp=2, block=256), replace(WIDE, kernel=128), 1000),
+    (replace(MTP, tp=2), replace(MTP, tp=1, pp=2, block=128), 333),
+    (replace(MTP, pp=2, block=128, kernel=64), replace(MTP, tp=2), 200),
+    (replace(SHARED, order="BLHNC", carrier="tcp"), replace(SHARED, pp=2, carrier="tcp"), 300),
+    (replace(DSA, tp=8, dcp=4, interleave=4), replace(WIDE, tp=2), 333),
+    (replace(LONE, pp=2), replace(LONE, tp=2, block=128, kernel=64), 150),
+    (replace(LONE, tp=2), replace(LONE, pp=2, block=128, kernel=64), 150),
+    (replace(DSA, sparse=Sparse("nvfp4_ds_mla")), replace(WIDE, sparse=Sparse("nvfp4_ds_mla")), 90),
 ]
 
 

@@ -29,6 +29,11 @@ ELEMENT_BYTES = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
+# Latents that carry their own scales: bytes of a token, with a rank of 512 and 64 rope values
+PACKED_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+PACKED_WIDTHS = (512, 64)
+DRAFT_GROUPS = ("draft", "draft.indexer")
+INDEX_SCALED = 128  # values of an index key that share one scale
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -76,7 +81,8 @@ def model_from_config(
     state_dtype   type of convolution states; "auto": the model's own
     ssm_dtype     type of the other recurrent states; "auto": the one that the configuration
                   names, or that of convolution states
-    draft_layers  layers of an MTP or Eagle draft model that has the target's attention
+    draft_layers  layers of an MTP or Eagle draft model that has the target's attention, and its
+                  indexer
 
     A dict's dtype is the engine's; of a file it is the checkpoint's, and vLLM serves float32 as
     bfloat16.
@@ -107,7 +113,9 @@ def model_from_config(
             cache_dtype = _quantized(text.get("quantization_config") or {}) or own
         reader = ConfigReader(
             text,
-            cache_dtype=_known_dtype(cache_dtype),
+            cache_dtype=(
+                cache_dtype if cache_dtype in PACKED_LATENT_BYTES else _known_dtype(cache_dtype)
+            ),
             conv_dtype=_known_dtype(conv_dtype),
             ssm_dtype=_known_dtype(str(named or conv_dtype) if ssm_dtype == "auto" else ssm_dtype),
         )
@@ -120,7 +128,7 @@ def model_from_config(
             f"({type(error).__name__}: {error}); compare it with the model's own config.json"
         ) from None
     if draft_layers:
-        groups.append(reader.draft(groups, draft_layers))
+        groups += reader.draft(groups, draft_layers)
     label = name or str(data.get("_name_or_path") or model_type)
     return CacheModel(label, tuple(groups), total_layers=reader.layers)
 
@@ -154,10 +162,16 @@ def _quantized(config: Config) -> str | None:
 
 def _known_dtype(dtype: str) -> str:
     if dtype not in ELEMENT_BYTES:
-        raise DescriptionError(
-            f"cache type {dtype!r} is not known; known are {', '.join(ELEMENT_BYTES)}"
-        )
+        known = ", ".join([*ELEMENT_BYTES, *PACKED_LATENT_BYTES])
+        raise DescriptionError(f"cache type {dtype!r} is not known; known are {known}")
     return dtype
+
+
+def index_components(width: int) -> tuple[Component, Component]:
+    """Index keys of sparse attention, on every rank: fp8 values, and an fp32 scale per 128."""
+    values = Component("index", 1, (width,), 1, "replicated", "fp8_e4m3")
+    scales = Component("scale", 1, (width // INDEX_SCALED,), 4, "replicated", "float32")
+    return values, scales
 
 
 def _dense(r: ConfigReader, own_token: int = 0) -> list[Group]:
@@ -340,6 +354,8 @@ class ConfigReader:
 
     def component(self, name: str, units: int, *dims: int, **options: Any) -> Component:
         dtype = options.pop("dtype", self.cache_dtype)
+        if dtype in PACKED_LATENT_BYTES:
+            raise DescriptionError(f"cache type {dtype!r} is one of latents (MLA), not of {name!r}")
         return Component(name, units, dims, ELEMENT_BYTES[dtype], content=dtype, **options)
 
     def conv(self, name: str, units: int, *dims: int, **options: Any) -> Component:
@@ -367,28 +383,38 @@ class ConfigReader:
 
     def latent(self) -> list[Group]:
         """MLA: one latent of kv_lora_rank and the shared rope part, on every rank."""
-        width = self.integer("kv_lora_rank") + self.integer("qk_rope_head_dim")
-        component = self.component("latent", 1, width, sharding="replicated")
+        widths = self.integer("kv_lora_rank"), self.integer("qk_rope_head_dim")
+        packed = PACKED_LATENT_BYTES.get(self.cache_dtype)
+        if packed is None:
+            component = self.component("latent", 1, sum(widths), sharding="replicated")
+        elif widths == PACKED_WIDTHS:
+            component = Component("latent", 1, (packed,), 1, "replicated", self.cache_dtype)
+        else:
+            raise DescriptionError(
+                f"cache type {self.cache_dtype!r} is one of latents with kv_lora_rank and "
+                f"qk_rope_head_dim {PACKED_WIDTHS}, found {widths}"
+            )
         return [Group("mla", tuple(range(self.layers)), (component,))]
 
     def indexer(self) -> list[Group]:
-        """Index keys of sparse attention: fp8 with an fp32 scale per 128 values, on every rank.
+        """Index keys of sparse attention.
 
         A layer may share what the last layer with an indexer chose, and then has no keys.
         """
-        width = self.integer("index_head_dim")
         pattern = self.config.get("index_topk_pattern")
         every = self.positive("index_topk_freq", default=1)
         offset = self.integer("index_skip_topk_offset", default=2)
         layers = tuple(
             i
             for i in range(self.layers)
-            if (max(i - offset + 1, 0) % every == 0 if pattern is None else pattern[i] != "S")
+            if (
+                max(i - offset + 1, 0) % every == 0
+                if pattern is None
+                else i >= len(pattern) or pattern[i] != "S"
+            )
         )
-        component = Component(
-            "index", 1, (width + 4 * width // 128,), 1, "replicated", "fp8_with_scale"
-        )
-        return [Group("indexer", layers, (component,), role="indexer")]
+        components = index_components(self.integer("index_head_dim"))
+        return [Group("indexer", layers, components, role="indexer")]
 
     def state(self, layers: Iterable[int], *components: Component) -> list[Group]:
         """Recurrent states of these layers; no group if there are none."""
@@ -430,12 +456,17 @@ class ConfigReader:
             self.component("ssm", v_heads, v_dim, k_dim, dtype=self.ssm_dtype),
         )
 
-    def draft(self, groups: Sequence[Group], layers: int) -> Group:
-        """Draft layers with the components of the target's first attention group."""
-        like = next((g for g in groups if not g.is_state and g.role == "target"), None)
-        if like is None:
+    def draft(self, groups: Sequence[Group], layers: int) -> list[Group]:
+        """Draft layers with the components of the target's first attention group and indexer."""
+        like = [g for g in groups if not g.is_state and g.role == "target"][:1]
+        if not like:
             raise DescriptionError("draft layers copy the target's attention, and it has none")
-        return Group("draft", tuple(range(layers)), like.components, role="draft")
+        held = tuple(range(layers))
+        indexer = [g for g in groups if g.role == "indexer"]
+        return [
+            Group(name, held, g.components, role="draft")
+            for name, g in zip(DRAFT_GROUPS, like + indexer, strict=False)
+        ]
 
     def others(self, layers: Iterable[int]) -> list[int]:
         return sorted({*range(self.layers)} - {*layers})

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
-from kvferry.layout.hf import model_from_config
+from kvferry.layout.hf import DRAFT_GROUPS, INDEX_SCALED, index_components, model_from_config
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
@@ -39,8 +39,10 @@ from kvferry.pool.weights import hub_snapshot
 # Backends that keep [K | V] of one head and slot side by side, in the order of the registered axes.
 JOINED = """
 FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION CPU_MLA AMX_MLA TRITON_MLA FLASHMLA FLASH_ATTN_MLA
-FLASHINFER_MLA CUTLASS_MLA
+FLASHINFER_MLA CUTLASS_MLA FLASHMLA_SPARSE FLASH_ATTN_MLA_SPARSE FLASHINFER_MLA_SPARSE
+FLASHINFER_MLA_SPARSE_SM90 FLASHINFER_MLA_SPARSE_SM120
 """
+INDEXER = "DEEPSEEK_V32_INDEXER"
 CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 # Keys of a model's configuration that do not change what its cache means. Some models write their
 # engine's `max_model_len` there; `rope_factors` covers what depends on it.
@@ -88,6 +90,11 @@ def describe_worker(
 
     tp  ranks that the cache is cut over, if that is not vLLM's tensor parallel size
     """
+    if any(type(spec).__name__.startswith("HiSparse") for *_, spec in layer_specs(kv_cache_config)):
+        raise DescriptionError(
+            "HiSparse keeps the cache in host memory, which kvferry does not reach; start without "
+            "hisparse_config"
+        )
     target, drafts = split_layers(vllm_config, kv_cache_config, rank.pp)
     layers = vllm_config.compilation_config.static_forward_context
     draft_pages = {
@@ -189,8 +196,17 @@ def _interior(layer: Any) -> str:
     if backend == "CPU_ATTN":
         isa = getattr(layer, "isa", "")
         return CPU_ISA.get(isa, f"opaque:{backend}.{isa}")
+    if backend == INDEXER and _on_nvidia():  # the values of a kernel's block, then their scales
+        return "planes"
     # two unknown backends may have different pages
     return "joined" if backend in JOINED.split() else f"opaque:{backend}"
+
+
+def _on_nvidia() -> bool:
+    """Elsewhere kernels shuffle the values of index keys."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def engine_shape(
@@ -314,13 +330,17 @@ def _ordinal(name: str) -> int:
     return int(extract_layer_index(name))
 
 
+def _is_indexer(name: str) -> bool:
+    return ".indexer." in name
+
+
 def _prefix(name: str) -> str:
     return name.partition("layers.")[0]
 
 
 def _target_key(model: CacheModel, name: str) -> LayerKey:
     """Our key of a target layer, found by its ordinal and role, never by its position."""
-    ordinal, role = _ordinal(name), "indexer" if ".indexer." in name else "target"
+    ordinal, role = _ordinal(name), "indexer" if _is_indexer(name) else "target"
     groups = [g.name for g in model.groups if ordinal in g.layers and g.role == role]
     if len(groups) != 1:
         raise DescriptionError(
@@ -349,32 +369,37 @@ def _with_rows(model: CacheModel, spec: Any) -> CacheModel:
 def draft_groups(
     vllm_config: Any, drafts: list[tuple[str, Any]], content: str
 ) -> tuple[list[Group], dict[str, LayerKey]]:
-    """A draft model's layers, with numbers of their own, in one group per window."""
+    """A draft model's layers, with numbers of their own, in one group per window. Index keys of
+    sparse attention have the number of their layer, and a group of their own."""
     heads = int(vllm_config.speculative_config.draft_model_config.get_total_num_kv_heads())
-    drafts = sorted(drafts, key=lambda d: (_prefix(d[0]), _ordinal(d[0])))
+    places = sorted({(_prefix(name), _ordinal(name)) for name, _ in drafts})
+    numbers = {name: places.index((_prefix(name), _ordinal(name))) for name, _ in drafts}
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
-    for number, (name, spec) in enumerate(drafts):
+    for name, spec in sorted(drafts, key=lambda draft: numbers[draft[0]]):
         if is_state(spec):
             raise DescriptionError(f"draft layer {name!r} keeps a state, which is not supported")
         span = int(getattr(spec, "sliding_window", None) or 0)
-        group = f"draft.{span}" if span else "draft"
+        group, indexer = DRAFT_GROUPS
+        group = indexer if _is_indexer(name) else f"{group}.{span}" if span else group
         size = spec.dtype.itemsize
-        if "MLA" in type(spec).__name__:
+        parts: tuple[Component, ...]
+        if group == indexer:
+            values = spec.state_content_size_bytes * INDEX_SCALED // (INDEX_SCALED + 4)
+            parts = tuple(replace(c, content=content) for c in index_components(values))
+        elif "MLA" in type(spec).__name__:
             width = spec.state_content_size_bytes // size
-            parts: tuple[Component, ...] = (
-                Component("latent", 1, (width,), size, "replicated", content),
-            )
+            parts = (Component("latent", 1, (width,), size, "replicated", content),)
         else:
             dims = {"k": int(spec.head_size), "v": int(spec.head_size_v)}
             parts = tuple(Component(c, heads, (d,), size, content=content) for c, d in dims.items())
         known = groups.get(group)
         if known is not None and known.components != parts:
             raise DescriptionError(f"draft layer {name!r} has other components than the first")
-        layers = (*(known.layers if known else ()), number)
+        layers = (*(known.layers if known else ()), numbers[name])
         residency = Residency("window", span) if span else Residency()
         groups[group] = Group(group, layers, parts, residency, role="draft")
-        keys[name] = (group, number)
+        keys[name] = (group, numbers[name])
     return list(groups.values()), keys
 
 
@@ -483,6 +508,7 @@ def meaning(vllm_config: Any, kv_cache_config: Any, model_id: str) -> dict[str, 
         "quantization configuration": _quantization(config),
         "media": _media(config),
         "cache scales": _scales(vllm_config, kv_cache_config),
+        "fp8 format": _fp8_format(vllm_config, text),
     }
     told |= {name: value for name, value in maybe.items() if value}
     kinds = {s.mamba_type.name for _, _, s in layer_specs(kv_cache_config) if is_state(s)}
@@ -529,18 +555,31 @@ def _media(config: Any) -> str:
     return configuration_digest(told) if any(told.values()) else ""
 
 
-def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The scales of an fp8 cache, without which its bytes have no meaning; else empty."""
+def _has_fp8(vllm_config: Any) -> bool:
     dtypes = [str(vllm_config.cache_config.cache_dtype)]
     if vllm_config.speculative_config is not None:
         dtypes.append(draft_cache_dtype(vllm_config))
-    if not any("fp8" in dtype for dtype in dtypes):
+    return any("fp8" in dtype for dtype in dtypes)
+
+
+def _fp8_format(vllm_config: Any, text: Mapping[str, Any]) -> str:
+    """The format of fp8 values, which index keys always are, if it is not the usual e4m3: on MI300
+    the same bytes are other numbers."""
+    from vllm.platforms import current_platform
+
+    fp8 = bool(text.get("index_head_dim")) or _has_fp8(vllm_config)
+    return "fnuz" if fp8 and current_platform.is_fp8_fnuz() else ""
+
+
+def _scales(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The scales of an fp8 cache, without which its bytes have no meaning; else empty."""
+    if not _has_fp8(vllm_config):
         return ""
     layers = vllm_config.compilation_config.static_forward_context
     mine = {
         name: [s.flatten().tolist() for s in (layers[name]._k_scale, layers[name]._v_scale)]
         for _, name, spec in layer_specs(kv_cache_config)
-        if not is_state(spec)
+        if not is_state(spec) and not _is_indexer(name)  # index keys carry their own scales
     }
     shared = vllm_config.parallel_config.tensor_parallel_size > 1
     ranks = of_all_ranks(mine) if shared else [mine]
