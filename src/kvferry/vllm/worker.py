@@ -239,12 +239,17 @@ class FerryWorker:
 
     def close(self) -> None:
         parts = (self.ready, self.consumer, self.producer, *self.carriers)
-        for part in (*parts, self._memory, self._sockets):
-            try:
-                if part is not None:
-                    part.close()
-            except Exception:  # the others are closed nevertheless
-                log.exception("a %s could not be closed", type(part).__name__)
+        close_all(*parts, self._memory, self._sockets)
+
+
+def close_all(*parts: Any) -> None:
+    """Close those that are not None, in this order, also if one of them fails."""
+    for part in parts:
+        try:
+            if part is not None:
+                part.close()
+        except Exception:
+            log.exception("a %s could not be closed", type(part).__name__)
 
 
 def written_late(model: CacheModel) -> bool:
