@@ -25,6 +25,8 @@ from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.plan.pair import PairPlan, plan_pair
 
+MOST_PAIRS = 64  # plans kept, for as many shapes and models of engines
+
 
 @dataclass(slots=True)
 class TransferTopology:
@@ -163,18 +165,23 @@ class TransferTopology:
             return [info for (engine, _), info in self._engines.items() if engine == engine_id]
 
     def _pair(self, remote: EngineShape, remote_model: CacheModel | None = None) -> PairPlan:
-        """The plan from a remote shape to ours, made once."""
+        """The plan from a remote shape to ours, made once while it is kept."""
         theirs = remote_model or self.model
         key = (remote, theirs.fingerprint())
-        if key not in self._pairs:
-            self._pairs[key] = plan_pair(
+        pair = self._pairs.get(key)
+        if pair is None:
+            pair = plan_pair(
                 theirs,
                 remote,
                 self.shape,
                 dst_model=self.model,
                 optional_roles=self.optional_roles,
             )
-        return self._pairs[key]
+            with self._lock:
+                self._pairs[key] = pair
+                while len(self._pairs) > MOST_PAIRS:
+                    del self._pairs[next(iter(self._pairs))]
+        return pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,13 @@ from kvferry.carriers.tcp.frames import (
     mac,
 )
 from kvferry.carriers.tcp.server import ServerLimits
-from kvferry.errors import DescriptionError, KvferryError, PeerLost, TransferError
+from kvferry.errors import (
+    DeadlineExceeded,
+    DescriptionError,
+    KvferryError,
+    PeerLost,
+    TransferError,
+)
 from kvferry.net.guests import MOST_PENDING
 from kvferry.net.keys import Key, runtime_directory
 from kvferry.net.messages import VERSION, Look
@@ -535,6 +541,40 @@ def test_silent_visitors_delay_no_voucher() -> None:
             visitor.connect(str(runtime_directory() / endpoint.decode()))
         owner = vouch.ask(endpoint.decode(), endpoint, soon(vouch.ASK_SECONDS))
         assert owner == os.getpid()
+
+
+def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
+    """It is not in another container: its memory can be reached a moment later."""
+    name = f"vouch-{secrets.token_hex(16)}"
+    where = runtime_directory() / name
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(where))
+        stack.callback(where.unlink)
+        listener.listen(0)
+        visitors = stack.enter_context(contextlib.ExitStack())
+        with pytest.raises(BlockingIOError):
+            while True:
+                visitor = visitors.enter_context(socket.socket(socket.AF_UNIX))
+                visitor.setblocking(False)
+                visitor.connect(str(where))
+        with pytest.raises(DeadlineExceeded, match="does not answer"):
+            vouch.ask(name, b"endpoint", soon(0.1))
+
+        def answer() -> None:
+            visitors.close()
+            asked = b""
+            while not asked:
+                guest, _ = listener.accept()
+                with guest:
+                    asked = guest.recv(32)
+                    if asked:  # not a visitor that is gone
+                        guest.sendall(vouch.YES)
+
+        answering = threading.Timer(0.1, answer)
+        answering.start()
+        assert vouch.ask(name, b"endpoint", soon(30)) == os.getpid()
+        answering.join()
 
 
 class Gated(socket.socket):

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from carrier_peer import KINDS, owner, soon
+from msgspec.structs import replace
 
 from kvferry.carriers import Carrier, make_carrier
 from kvferry.carriers.auto import connect, fastest_first, select
-from kvferry.errors import HandoverError, TransferError
-from p2p_peers import LOOPBACK
+from kvferry.carriers.null import NullCarrier
+from kvferry.errors import DeadlineExceeded, HandoverError, TransferError
+from kvferry.handover import peers
+from p2p_peers import LOOPBACK, Prompt, Spec, hold, memory_regions, said, side_by_side
+from waiting import wait_until
 
 SECRET = "a secret for these tests"
 
@@ -24,7 +28,7 @@ def test_the_fastest_that_connects_is_used(caplog: pytest.LogCaptureFixture) -> 
         ours = [make_carrier(n, secret=SECRET, host=LOOPBACK) for n in ("tcp", "local")]
         try:
             for some, expected in ((offered, "local"), ({"tcp": far.endpoint}, "tcp")):
-                carrier, peer, _ = connect(some, fastest_first(ours), soon(), "rank 7")
+                carrier, peer, *_ = connect(some, fastest_first(ours), soon(), "rank 7")
                 assert carrier.name == expected
                 carrier.disconnect(peer)
             near.kill()
@@ -94,6 +98,48 @@ def test_one_carriers_fault_does_not_keep_the_next_from_being_tried(
     all_of_them[-1] = Scripted("tcp", OSError("no"))
     assert connect(offered, all_of_them, soon())[0] is first
     assert len(first.peers) == 1
+
+
+class Late(NullCarrier):
+    """A carrier that does not connect in time at first."""
+
+    asked = 0
+
+    def connect(self, endpoint: bytes, deadline: float) -> Any:
+        self.asked += 1
+        if self.asked == 1:
+            raise DeadlineExceeded("its peer is busy")
+        return super().connect(endpoint, deadline)
+
+
+def test_loads_take_the_faster_way_once_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that was busy for the first handshake is not read by tcp for ever."""
+    spec = Spec("p", carrier="tcp")
+    prompts = [Prompt(n, 40, 4 * n, 4 * n) for n in range(1, 5)]
+    with side_by_side(spec, target=Spec("d", carrier="tcp")) as (p, d):
+        fast = NullCarrier(), Late()
+        for carrier, engine in zip(fast, (p, d), strict=True):
+            carrier.register(memory_regions(engine.racks[0].layout, engine.racks[0].memory))
+        [info] = p.infos
+        p.tell([replace(info, carriers={**info.carriers, "null": fast[0].endpoint()})])
+        d.known().carriers = [fast[1], *d.known().carriers]
+        for prompt in prompts[:2]:
+            assert said(d.load(hold(p, prompt), prompt)[0]) == ""
+        assert [name for name, _ in d.ranks[0].links] == ["tcp"] and fast[1].asked == 1
+        monkeypatch.setattr(peers, "RETRY_SECONDS", 0.0)
+        first = next(iter(d.known().engines.values()))
+        first.retry_at = 0.0
+        # as many handshakes with this address as may wait: the load must not fail of it
+        monkeypatch.setattr(peers, "MOST_WAITING", 0)
+        assert said(d.load(hold(p, prompts[2]), prompts[2])[0]) == ""
+        monkeypatch.setattr(peers, "MOST_WAITING", 1024)
+        assert said(d.load(hold(p, prompts[3]), prompts[3])[0]) == ""
+        wait_until(lambda: [name for name, _ in d.ranks[0].links] == ["null"])
+        again = Prompt(5, 40, 20, 20)
+        assert said(d.load(hold(p, again), again)[0]) == ""
+        assert d.wrong_bytes(*prompts, again) == 0
+        for carrier in fast:
+            carrier.close()
 
 
 def test_the_order() -> None:

@@ -99,6 +99,35 @@ def test_a_source_that_writes_something_else_is_not_believed(how: Any, words: st
         assert d.census()["grants"] == 0
 
 
+class Counting:
+    """Counts the transfers that are under way when another one is posted."""
+
+    def __init__(self, carrier: Any) -> None:
+        self._carrier = carrier
+        self.made: list[Any] = []
+        self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
+        under_way = sum(one.poll() is TransferState.RUNNING for one in self.made)
+        self.most = max(self.most, under_way + 1)
+        self.made.append(self._carrier.write_granted(peer, copies, grant))
+        return self.made[-1]
+
+
+def test_a_long_write_is_posted_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its copies at once take 24 bytes for each run of each block and layer."""
+    monkeypatch.setattr(push, "SLICE_DESCRIPTORS", 2)
+    with peers() as (p, d):
+        carriers = p.wrap_carriers(Counting)
+        assert error_of(d.load(hold(p), PROMPT)) == ""
+        assert d.wrong_bytes(PROMPT) == 0
+        for carrier in carriers:
+            assert len(carrier.made) > 10 and carrier.most <= push.FLYING
+
+
 def test_a_hold_that_closes_during_the_write_is_the_answer() -> None:
     """The write is given up then, which is not the reason that the consumer should hear."""
     with peers() as (p, d):

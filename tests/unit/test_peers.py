@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,18 @@ import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
-from kvferry.errors import DeadlineExceeded
+from kvferry.errors import DeadlineExceeded, UnknownEngine
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.load import Introductions
-from kvferry.handover.peers import Known, PeerKey, Peers, Remote, ask_directory
+from kvferry.handover.peers import (
+    RETRY_SECONDS,
+    Known,
+    PeerKey,
+    Peers,
+    Remote,
+    ask_directory,
+)
 from kvferry.net.messages import RankInfo, Refused, Welcome
 from kvferry.topology import TransferTopology
 
@@ -112,24 +121,109 @@ def test_a_directory_that_was_starting_when_it_fell_silent(monkeypatch: pytest.M
         ask_directory(caller, "h:1", engine, Deadline(time.monotonic() + 0.02), 60)
 
 
+class Late(NullCarrier):
+    """A carrier that does not connect in time at first."""
+
+    name = "late"
+    asked = 0
+
+    def connect(self, endpoint: bytes, deadline: float) -> Any:
+        self.asked += 1
+        if self.asked == 1:
+            raise DeadlineExceeded("the owner of the peer's memory does not answer")
+        return super().connect(endpoint, deadline)
+
+
+def test_a_carrier_that_was_late_is_tried_again_beside_the_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else all loads would take the slower way until the peer falls idle for ten minutes."""
+    late, null = Late(), NullCarrier()
+    gone: list[str] = []
+    for carrier in (late, null):
+        monkeypatch.setattr(carrier, "disconnect", lambda peer, by=carrier: gone.append(by.name))
+    people, welcome = strangers(D, D, [late, null])
+    monkeypatch.setattr("kvferry.handover.peers.ask_directory", lambda *_: welcome)
+    ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
+    first = people.meet(ticket, Deadline(time.monotonic() + 60))
+
+    def carriers(known: Known) -> list[str]:
+        return [s.carrier.name for s in known.remote.result().sources if s.carrier is not None]
+
+    assert carriers(first) == ["null"] and not people.wants_retry(first)
+    soon = time.monotonic() + RETRY_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry.handover.peers.time.monotonic", lambda: soon)
+        assert people.wants_retry(first) and not people.wants_retry(first)
+        people.meet_again(ticket, first, 60)
+    second = people.using(ticket)
+    assert second is not None and carriers(second) == ["late"] and gone == []
+    people.forget(first.remote.result())  # a load that lost the old connection
+    assert people.using(ticket) is second
+    people.leave(first)
+    assert gone == ["null"] and math.isinf(second.retry_at)
+
+
+def test_a_carrier_that_was_late_once_does_not_use_up_the_time_of_a_handshake() -> None:
+    """With several ranks to meet, none would be left for the carriers behind it."""
+    late, null = Late(), NullCarrier()
+    people, welcome = strangers(replace(D, tp=1, pp=4), replace(D, tp=1, pp=4), [late, null])
+    remote = people.plan_with(welcome, KEY, time.monotonic() + 10)
+    assert [s.carrier and s.carrier.name for s in remote.sources] == ["null"] * 4
+    assert late.asked == 1
+    alone, welcome = strangers(replace(D, tp=1, pp=4), replace(D, tp=1, pp=4), [late])
+    assert len(alone.plan_with(welcome, KEY, time.monotonic() + 10).sources) == 4
+
+
+def test_an_engine_that_was_forgotten_while_it_was_met_again_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Late()
+    gone: list[Any] = []
+    monkeypatch.setattr(late, "disconnect", gone.append)
+    late.asked = 1
+    people, welcome = strangers(D, D, [late])
+    ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
+    monkeypatch.setattr("kvferry.handover.peers.ask_directory", lambda *_: welcome)
+    first = people.meet(ticket, Deadline(time.monotonic() + 60))
+
+    def lost(*_: Any) -> Welcome:
+        people.forget(first.remote.result())
+        return welcome
+
+    monkeypatch.setattr("kvferry.handover.peers.ask_directory", lost)
+    people.meet_again(ticket, first, 60)
+    assert people.using(ticket) is None and len(gone) == 1  # the new one; a load has the other
+    with pytest.raises(UnknownEngine):
+        people.topology.get_engine_info(KEY.name)
+    people.leave(first)
+    assert len(gone) == 2
+
+
 LATENT = Component("latent", 1, (72,), 2, "replicated")
 MLA = CacheModel("mla", (Group("latent", tuple(range(4)), (LATENT,)),))
 D = EngineShape(tp=2, block_size=32)
 
 
-def shake_hands(shape: EngineShape, memory: EngineShape) -> tuple[Remote, TransferTopology]:
-    """A handshake of a rank with an engine whose ranks have the memory of another shape."""
+def strangers(
+    shape: EngineShape, memory: EngineShape, carriers: list[NullCarrier]
+) -> tuple[Peers, Welcome]:
+    """A rank, and the welcome of an engine whose ranks have the memory of another shape."""
     ours = RankLayout.build(MLA, D, Rank(0, 1), 8)
     topology = TransferTopology("d", MLA, D, ours.rank)
-    carrier = NullCarrier()
     caller: Any = None
-    people = Peers(caller, engine_info("d", "i", MLA, D, {}), topology, ours, [carrier])
+    people = Peers(caller, engine_info("d", "i", MLA, D, {}), topology, ours, carriers)
+    endpoints = {carrier.name: carrier.endpoint() for carrier in carriers}
     ranks = [
-        rank_info(layout, [0] * len(layout.regions), "h:1", "1", {"null": carrier.endpoint()})
+        rank_info(layout, [0] * len(layout.regions), "h:1", "1", endpoints)
         for layout in (RankLayout.build(MLA, memory, rank, 8) for rank in memory.ranks)
     ]
-    welcome = Welcome(engine_info("p", "1", MLA, shape, {}), ranks)
-    return people.plan_with(welcome, KEY, time.monotonic() + 10), topology
+    return people, Welcome(engine_info("p", "1", MLA, shape, {}), ranks)
+
+
+def shake_hands(shape: EngineShape, memory: EngineShape) -> tuple[Remote, TransferTopology]:
+    people, welcome = strangers(shape, memory, [NullCarrier()])
+    return people.plan_with(welcome, KEY, time.monotonic() + 10), people.topology
 
 
 def test_the_handshake_meets_and_reads_as_the_topology_says() -> None:

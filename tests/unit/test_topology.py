@@ -10,7 +10,7 @@ import pytest
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.errors import IncompatibleError, TopologyError
 from kvferry.layout.hf import load_model
-from kvferry.topology import EngineTransferInfo, TransferTopology
+from kvferry.topology import MOST_PAIRS, EngineTransferInfo, TransferTopology
 
 
 def one_layer(heads: int, mla: bool = False) -> CacheModel:
@@ -67,6 +67,16 @@ class TestRegistry:
         t.unregister_remote_engine("prefill")
         with pytest.raises(TopologyError, match="shake hands"):
             t.target_remote_ranks("prefill")
+
+    def test_plans_for_many_shapes_are_not_all_kept(self) -> None:
+        """A peer may come with another shape after each of its restarts."""
+        t = topology()
+        for size in range(1, MOST_PAIRS + 10):
+            shape = EngineShape(tp=8, block_size=size)
+            t.register_remote_engine("p", info(remote_shape=shape))
+            assert t.pair_with("p") is t.pair_with("p")
+            t.unregister_remote_engine("p")
+        assert len(t._pairs) == MOST_PAIRS
 
     def test_an_unknown_engine_is_a_key_error_too(self) -> None:
         """vLLM's connectors ask and catch a KeyError."""

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace as Fake
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     import kvferry.vllm.connector  # noqa: F401
 
+import host_device
+from golden import golden
 from kvferry.carriers import MemoryRegion
+from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.host import HostMemory
 from kvferry.errors import DescriptionError, TransferError
 from kvferry.handover.holds import HoldOrder
@@ -30,7 +34,8 @@ from kvferry.vllm import worker
 from kvferry.vllm.config import FerryConfig
 from kvferry.vllm.describe import CacheRank
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.worker import cache_carriers
+from kvferry.vllm.worker import FerryWorker, cache_carriers
+from workers import Worker
 
 RDMA: dict[str, Any] = {"mooncake": {"protocol": "rdma"}, "nixl": {"backends": ["UCX"]}}
 
@@ -160,6 +165,22 @@ def test_what_need_not_wait_for_the_device_goes_out_at_once(late: bool) -> None:
         mark.reached.set()
     assert [rank.next(), rank.next()] == ["load a", "load b"]
     made.ready.close()
+
+
+def test_an_engine_that_ends_gives_its_staging_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process may go on, and make another engine."""
+    on = host_device.use(monkeypatch)
+    cache = np.zeros(64, dtype=np.uint8)
+    memory = DeviceMemory([MemoryRegion(cache.ctypes.data, cache.nbytes)])
+    assert memory.warmed.wait(30) and on.live
+    config = Fake(kv_transfer_config=Fake(engine_id="e"), instance_id="i")
+    made = FerryWorker(FerryConfig.read({}, "ferry", {}), config, 0, None)
+    described = Worker(golden("llama-tp1"), Rank(0, 0)).describe()
+    made.serve(CacheRank(Rank(0, 0), 1), described, memory, [])
+    made.close()
+    assert not on.live and not host_device.made
 
 
 @pytest.fixture(autouse=True)

@@ -807,6 +807,20 @@ class TestStatesBesideVllmsOwn:
             p.connector.shutdown()
 
 
+def test_an_engine_ends_whole_though_one_of_its_parts_cannot_be_closed(folder: Path) -> None:
+    """Its process may go on, and make another engine at the same port."""
+
+    def fail() -> None:
+        raise OSError("it is gone")
+
+    port = free_port()
+    p = Modelless("p", folder, with_worker=False, port=port)
+    p.connector.pool = SimpleNamespace(close=fail)
+    p.ferry._rendezvous.close = fail
+    p.connector.shutdown()
+    Modelless("p", folder, with_worker=False, port=port).connector.shutdown()
+
+
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2), (3, 2)])
 def test_prefill_context_parallel_ranks(make: Pairs, p_ranks: int, d_ranks: int) -> None:
     """Each keeps the whole cache: one of P's is read, all of D's load, and no hold is left."""

@@ -195,11 +195,21 @@ def test_quantization_while_loading() -> None:
     assert not any(a == b for a, b in itertools.combinations(said, 2))
 
 
-def test_what_is_done_to_images() -> None:
-    """None of it is in the names that vLLM gives to images."""
-    plain = told(multimodal_config=MultiModalConfig(), hf_overrides={})
+def test_what_is_done_to_images(tmp_path: Path) -> None:
+    """None of it is in the names that vLLM gives to images, nor always in their processed data."""
+
+    def scaled(name: str, q: float) -> Any:
+        (tmp_path / name).write_text(f'{{"blocks.0.attn": {{"q": {q}, "k": 1.0, "v": 1.0}}}}')
+        options: dict[str, Any] = {"mm_encoder_fp8_scale_path": str(tmp_path / name)}
+        return told(multimodal_config=MultiModalConfig(mm_encoder_attn_dtype="fp8", **options))
+
+    plain = told(multimodal_config=MultiModalConfig(mm_device_do_normalize=False), hf_overrides={})
     assert plain == told()
     others = [
+        told(multimodal_config=MultiModalConfig(mm_device_do_normalize=True)),
+        told(multimodal_config=MultiModalConfig(mm_encoder_attn_dtype="fp8")),
+        scaled("one", 1.0),
+        scaled("two", 2.0),
         told(multimodal_config=MultiModalConfig(mm_processor_kwargs={"do_normalize": False})),
         told(multimodal_config=MultiModalConfig(video_pruning_rate=0.5)),
         told(
@@ -214,7 +224,8 @@ def test_what_is_done_to_images() -> None:
     ]
     assert not any(a == b for a, b in itertools.combinations([plain, *others], 2))
     # what only says where and how much
-    assert plain == told(
+    assert others[2] == scaled("a copy", 1.0)
+    assert others[0] == told(
         multimodal_config=MultiModalConfig(mm_processor_cache_gb=0, mm_encoder_tp_mode="data")
     )
 

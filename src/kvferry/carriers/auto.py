@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 from kvferry.carriers.base import Carrier
 from kvferry.carriers.local import LocalCarrier
 from kvferry.carriers.tcp.carrier import TcpCarrier
-from kvferry.errors import DescriptionError, HandoverError, KvferryError, TransferError, text_of
+from kvferry.errors import (
+    DeadlineExceeded,
+    DescriptionError,
+    HandoverError,
+    KvferryError,
+    TransferError,
+    text_of,
+)
 
 log = logging.getLogger("kvferry")
 
@@ -84,6 +91,7 @@ class Link(NamedTuple):
     carrier: Carrier
     peer: Any
     why: str
+    late: tuple[str, ...] = ()  # others that did not connect in time; they may do so later
 
 
 def connect(
@@ -92,6 +100,7 @@ def connect(
     """Connect by the first of our carriers that the peer offers and that reaches it."""
     out: list[str] = []
     held: Link | None = None  # a carrier that reaches the peer by tcp; `why` is the reason
+    late: list[str] = []
     for number, carrier in enumerate(carriers):
         if carrier.name not in offered:
             out.append(f"{carrier.name}: the peer does not offer it")
@@ -101,6 +110,8 @@ def connect(
             peer = carrier.connect(offered[carrier.name], _until(deadline, len(later)))
         except KvferryError as error:  # also a peer that does not know the secret
             out.append(f"{carrier.name}: {error}")
+            if isinstance(error, DeadlineExceeded):
+                late.append(carrier.name)
             continue
         except Exception as error:  # a bug in that carrier; the next one may work
             log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
@@ -116,9 +127,9 @@ def connect(
                 held.carrier.disconnect(held.peer)
             except Exception as error:
                 log.debug("leaving a peer: %s", text_of(error))
-        return _say(who, carrier, peer, out, detour)
+        return _say(who, Link(carrier, peer, detour, tuple(late)), out)
     if held is not None:
-        return _say(who, *held[:2], out, held.why)
+        return _say(who, held._replace(late=tuple(late)), out)
     raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
 
 
@@ -129,11 +140,13 @@ def _until(deadline: float, others: int) -> float:
     return now + max(left / 2, min(left, LEAST_CONNECT_SECONDS)) if others else deadline
 
 
-def _say(who: str, carrier: Carrier, peer: Any, out: list[str], detour: str) -> Link:
-    why = "the first that both have and that connects" + (f" (by tcp: {detour})" if detour else "")
-    why += f"; ruled out: {'; '.join(out) or 'none before it'}"
-    log.info("%s: carrier %s: %s", who, carrier.name, why)
-    return Link(carrier, peer, why)
+def _say(who: str, link: Link, out: list[str]) -> Link:
+    """Log which carrier was chosen, and return it with the whole reason. `why` is its detour."""
+    detour = f" (by tcp: {link.why})" if link.why else ""
+    why = f"the first that both have and that connects{detour}; ruled out: "
+    why += "; ".join(out) or "none before it"
+    log.info("%s: carrier %s: %s", who, link.carrier.name, why)
+    return link._replace(why=why)
 
 
 # A class, or its module and name if the carrier needs another library.

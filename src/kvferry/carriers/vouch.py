@@ -41,6 +41,7 @@ YES, NO = b"\1", b"\0"
 DIGEST_BYTES = 32
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 ASK_SECONDS = 5.0  # the owner only compares digests; if it takes longer, it is suspended
+CONNECT_AGAIN_SECONDS = 0.01
 ANSWER_SECONDS = 1.0  # for a process of this user to send its question
 UNHEARD_SECONDS = 60.0  # for a new process to listen on its socket; it takes microseconds
 PREFIX = "vouch-"
@@ -70,7 +71,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
     with socket.socket(socket.AF_UNIX) as question:
         question.settimeout(seconds)
         try:
-            question.connect(str(path))
+            _connect(question, str(path), time.monotonic() + seconds)
             owner, uid = _other_end(question)
             if uid != os.geteuid():
                 raise Unreachable(f"the peer's memory belongs to user {uid}, not to this one")
@@ -91,6 +92,18 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
             "endpoint. Ask for its new endpoint"
         )
     return owner
+
+
+def _connect(question: socket.socket, path: str, deadline: float) -> None:
+    """Connect, or raise TimeoutError. While too many others wait to be accepted, Linux refuses at
+    once, whatever the time limit of the socket."""
+    while True:
+        try:
+            return question.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(CONNECT_AGAIN_SECONDS)
 
 
 def vouch_for(make: Callable[[str], bytes]) -> bytes:

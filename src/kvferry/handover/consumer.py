@@ -204,12 +204,27 @@ class ConsumerRank:
         try:
             watch.require_wanted()
             known = self._peers.using(ticket)
-            if known is not None:
-                submit(known)
-            else:
+            if known is None:
                 self._meetings.submit(ticket.directory, meet, fail)
+                return
+            submit(known)
         except KvferryError as error:
             fail(error)
+            return
+        if self._peers.wants_retry(known):
+            self._meet_again(ticket, known)
+
+    def _meet_again(self, ticket: Ticket, known: Known) -> None:
+        """Try all carriers once more, on a thread. Until then, loads use the one there is."""
+
+        def failed(error: KvferryError) -> None:
+            log.info("engine %r was not met again: %s", ticket.engine_id, error)
+
+        try:
+            again = partial(self._peers.meet_again, ticket, known)
+            self._meetings.submit(ticket.directory, again, failed)
+        except KvferryError as error:
+            failed(error)
 
     def _not_met(self, load: Load, error: KvferryError) -> None:
         if isinstance(error, Cancelled) and not load.keep_open:

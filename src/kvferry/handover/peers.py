@@ -11,6 +11,7 @@ this rank talks to there is a `Source`: where to send messages, and how to read.
     met --a peer was lost, or a reply was stale--> (unknown)
     met --no load for IDLE_SECONDS---------------> (unknown): it may be gone
     met --a newer incarnation is met-------------> (unknown), unless both are children of one engine
+    met --a carrier was late at the handshake----> met again every `RETRY_SECONDS`, beside the loads
 
 Connections of an engine that is forgotten are closed when the last load that uses them has ended.
 
@@ -22,6 +23,7 @@ directory's answer counts only for tickets that name this directory.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -79,6 +81,7 @@ THREADS = 64
 MOST_WAITING = 1024  # one address may use half: requests burst in right after its engine's start
 MOST_SILENT = 4096  # addresses remembered
 IDLE_SECONDS = 600.0  # an engine without loads is forgotten after this long
+RETRY_SECONDS = 300.0  # until a carrier that did not connect in time is tried again
 ASK_AGAIN_SECONDS = 0.2  # if a directory does not know all its ranks yet
 STARTING = 4  # a directory whose engine is starting gets this many times the time limit
 
@@ -96,6 +99,7 @@ class Source:
     carrier: Carrier | None
     peer: Any
     why: str  # why this carrier was chosen
+    late: tuple[str, ...]  # those that were tried before it and did not connect in time
     sums: tuple[str, ...]  # checksum algorithms that it offers
 
     def __str__(self) -> str:
@@ -141,6 +145,12 @@ class Known:
     users: int = 0  # loads that use it or wait for it
     used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # its last user closes its connections
+    retry_at: float = math.inf  # when to meet it once more
+
+    def learn(self, remote: Remote) -> None:
+        if any(source.late for source in remote.sources):
+            self.retry_at = time.monotonic() + RETRY_SECONDS
+        self.remote.set_result(remote)
 
     @property
     def met(self) -> bool:
@@ -214,6 +224,31 @@ class Peers:
                 self.leave(known)
                 raise
 
+    def wants_retry(self, known: Known) -> bool:
+        """Whether to call `meet_again` now, because a carrier was late at the handshake."""
+        with self._lock:
+            now = time.monotonic()
+            due = known.retry_at <= now and not known.forgotten
+            if due:
+                known.retry_at = now + RETRY_SECONDS
+        return due
+
+    def meet_again(self, ticket: Ticket, old: Known, seconds: float) -> None:
+        """Replace an engine's connections. Loads that use the old ones go on with them."""
+        key, over = PeerKey.of(ticket), Known()
+        try:
+            over.learn(self._shake_hands(key, Deadline(time.monotonic() + seconds), seconds))
+        finally:
+            with self._lock:
+                if key not in self._remotes:  # it was forgotten meanwhile
+                    self.topology.unregister_remote_engine(key.name)
+                elif over.met and self._remotes[key] is old:
+                    self._remotes[key], over = over, old
+                    old.forgotten = True
+                unused = not over.users
+            if unused:
+                over.disconnect()
+
     def leave(self, known: Known) -> None:
         """A load has ended. Closes connections that are no longer used, of any engine."""
         now = time.monotonic()
@@ -253,9 +288,7 @@ class Peers:
 
     def _make_known(self, known: Known, key: PeerKey, watch: Deadline, seconds: float) -> None:
         try:
-            reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
-            deadline = min(watch.deadline, time.monotonic() + seconds)
-            remote = self.plan_with(reply, key, deadline)
+            remote = self._shake_hands(key, watch, seconds)
         except BaseException as error:
             with self._lock:
                 self._drop([key])  # the next load tries again
@@ -266,7 +299,11 @@ class Peers:
             over = self._drop(void)
         for old in over:
             old.disconnect()
-        known.remote.set_result(remote)
+        known.learn(remote)
+
+    def _shake_hands(self, key: PeerKey, watch: Deadline, seconds: float) -> Remote:
+        reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
+        return self.plan_with(reply, key, min(watch.deadline, time.monotonic() + seconds))
 
     def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float) -> Remote:
         """Turn a directory's answer into plans and connections, or raise the reason against it."""
@@ -290,9 +327,14 @@ class Peers:
             log.debug("kvferry: met %s", topology.describe(name, stage))
         pair = topology.pair_with(name)
         sources: list[Source] = []
+        carriers = self.carriers
         try:
             for rank, readers in topology.partners(name).items():
-                sources.append(self._source(name, by_rank[rank], shape, readers, deadline))
+                info = by_rank[rank]
+                sources.append(self._source(name, info, shape, readers, carriers, deadline))
+                # one that was late comes last from now on, or it could use up all time
+                late = sources[-1].late
+                carriers = sorted(carriers, key=lambda carrier: carrier.name in late)
         except BaseException:
             _disconnect(sources)
             raise
@@ -307,17 +349,24 @@ class Peers:
         return Remote(shape, pair, tuple(sources), plan)
 
     def _source(
-        self, name: str, info: RankInfo, shape: EngineShape, readers: int, deadline: float
+        self,
+        name: str,
+        info: RankInfo,
+        shape: EngineShape,
+        readers: int,
+        carriers: Sequence[Carrier],
+        deadline: float,
     ) -> Source:
         rank, ours = Rank(info.pp_rank, info.tp_rank), self.layout.rank
         plan, carrier, peer, why = None, None, None, ""
+        late: tuple[str, ...] = ()
         bases: list[int] = []
         if rank.tp in self.topology.source_ranks(name, rank.pp):
             layout, bases = read_layout(info, shape)
             pair = self.topology.pair_with(name)
             plan = pair.plan(pair.edge(rank, ours), layout, self.layout)
             who = f"rank {tuple(rank)} at {info.address}"
-            carrier, peer, why = connect(info.carriers, self.carriers, deadline, who)
+            carrier, peer, why, late = connect(info.carriers, carriers, deadline, who)
         return Source(
             rank,
             info.address,
@@ -328,6 +377,7 @@ class Peers:
             carrier,
             peer,
             why,
+            late,
             info.sums,
         )
 

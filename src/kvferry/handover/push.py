@@ -64,6 +64,7 @@ TARGETS_BYTES = 256 << 20  # for descriptions; 1,024 ranks of 100 layers in 10 g
 MOST_PUSHES = 4096  # offers queued or under way
 PUSHES_BYTES = 256 << 20  # for the block tables of these offers
 SLICE_DESCRIPTORS = 65_536  # bound at a time, so that no NumPy call takes long
+FLYING = 2  # slices bound and under way at once: all of a long prompt's could take 500 MB
 CONNECT_SECONDS = 2.0  # for a connection, if the offer allows: enough to resend a lost packet
 MOST_CONNECT_SECONDS = 10.0  # a peer that can be reached is reached within this time
 RETRY_SECONDS = 30.0  # after a failed connection; until then, consumers are told to read
@@ -241,6 +242,8 @@ class Pusher:
         try:
             for piece in bound.slices(SLICE_DESCRIPTORS):
                 watch.require_wanted()
+                if len(transfers) >= FLYING:
+                    await_transfer(transfers[-FLYING], watch)
                 mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
                 transfers.append(carrier.write_granted(peer, mine, offer.grant))
             for transfer in transfers:

@@ -68,7 +68,7 @@ from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.scheduler import VllmPoolScheduler
 from kvferry.vllm.pool.worker import PoolWorker
 from kvferry.vllm.producing import HandoverParts, PrefillCut, Producing
-from kvferry.vllm.worker import FerryWorker
+from kvferry.vllm.worker import FerryWorker, close_all
 
 log = logging.getLogger("kvferry")
 
@@ -448,11 +448,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def shutdown(self) -> None:
-        for part in (self.pool, self.pool_worker, self.handover, self.worker):
-            if part is not None:
-                part.close()
-        if self._role == KVConnectorRole.SCHEDULER:
-            self._adapters.close()
+        adapters = self._adapters if self._role == KVConnectorRole.SCHEDULER else None
+        close_all(self.pool, self.pool_worker, self.handover, self.worker, adapters)
 
 
 # Stand-ins for vLLM's own connectors, with their roles, keys, variables and request parameters:
@@ -656,8 +653,5 @@ class FerryScheduler:
         return self.parts.stats.take()
 
     def close(self) -> None:
-        self.parts.spans.close()
-        self._rendezvous.close()
-        for part in (self._renewer, self._bootstrap, self._directory, self._sockets):
-            if part is not None:
-                part.close()
+        close_all(self.parts.spans, self._rendezvous, self._renewer, self._bootstrap)
+        close_all(self._directory, self._sockets)

@@ -543,12 +543,15 @@ def _media(config: Any) -> str:
     options = getattr(config, "multimodal_config", None)
     if options is None:
         return ""
-    overrides = getattr(config, "hf_overrides", None)
+    overrides, scales = getattr(config, "hf_overrides", None), options.mm_encoder_fp8_scale_path
     told = {
         "processor": options.mm_processor_kwargs,
         "pruned": options.video_pruning_rate
         and (options.video_pruning_rate, options.video_pruning_method),
         "encoder dtype": options.mm_encoder_attn_dtype,
+        "encoder scales": scales and hashlib.sha256(Path(scales).read_bytes()).hexdigest(),
+        # a request may switch off the processor's own, and its data then look like the raw ones
+        "normalized by the encoder": options.mm_device_do_normalize,
         # overrides of the text model are in its digest; those of an encoder only here
         "overrides": overrides if isinstance(overrides, dict) else None,
     }

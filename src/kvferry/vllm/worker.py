@@ -65,6 +65,7 @@ class FerryWorker:
         self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
+        self._memory: Memory | None = None
         self.carriers: list[Carrier] = []
         self.producer: ProducerRank | None = None
         self.consumer: ConsumerRank | None = None
@@ -93,8 +94,9 @@ class FerryWorker:
     def serve(
         self, place: CacheRank, described: Described, memory: Memory, carriers: Sequence[Carrier]
     ) -> None:
-        """Take part in hand-overs, with a cache that the carriers have registered."""
-        self._place, self.carriers = place, list(carriers)
+        """Take part in hand-overs, with a cache that the carriers have registered. `close` closes
+        both."""
+        self._place, self._memory, self.carriers = place, memory, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
         self._written_late = written_late(described.model)
@@ -236,12 +238,18 @@ class FerryWorker:
         return self._stats.take()
 
     def close(self) -> None:
-        for part in (self.ready, self.consumer, self.producer, *self.carriers, self._sockets):
-            try:
-                if part is not None:
-                    part.close()
-            except Exception:  # the others are closed nevertheless
-                log.exception("a %s could not be closed", type(part).__name__)
+        parts = (self.ready, self.consumer, self.producer, *self.carriers)
+        close_all(*parts, self._memory, self._sockets)
+
+
+def close_all(*parts: Any) -> None:
+    """Close those that are not None, in this order, also if one of them fails."""
+    for part in parts:
+        try:
+            if part is not None:
+                part.close()
+        except Exception:
+            log.exception("a %s could not be closed", type(part).__name__)
 
 
 def written_late(model: CacheModel) -> bool:
