@@ -884,6 +884,7 @@ def test_windows_in_smaller_blocks(
         d.add(name, tokens, 6, **prefilled(p, name, tokens))
         run(p, d, until=lambda: name in d.ended)  # noqa: B023
         assert str(d.ended[name]) == "length" and d.tokens[name] == expected(tokens, 6, window)
+        run(p, d, until=lambda: not p.used_blocks)  # half of its cache is held at most
     assert here == computed and loads(d) == len(counts) - computed
     assert d.told("requests_computed_here") == [{"shape": 1}] * here
     assert not d.told("load_failures")
