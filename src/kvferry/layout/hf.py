@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -84,12 +85,12 @@ def model_from_config(
     data = _read(config)
     nested = data.get("text_config")
     text = {**data, **nested} if isinstance(nested, Mapping) else data
-    architecture, *_ = text.get("architectures") or [""]
-    model_type = str(text.get("model_type") or MISTRALS.get(architecture, ""))
+    model_type = _model_type(text)
     describe = FAMILIES.get(model_type)
     if describe is None:
         raise DescriptionError(
-            f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
+            f"model_type {model_type!r} is not known; {len(FAMILIES)} are, among them "
+            f"{', '.join(get_close_matches(model_type, FAMILIES, 4, 0.0))}. "
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
             if model_type
             else "the configuration names no model_type; give the model's config.json (Mistral's "
@@ -123,6 +124,16 @@ def model_from_config(
         groups.append(reader.draft(groups, draft_layers))
     label = name or str(data.get("_name_or_path") or model_type)
     return CacheModel(label, tuple(groups), total_layers=reader.layers)
+
+
+def knows(config: Config) -> bool:
+    """Whether there is a description of this model's family."""
+    return _model_type(config) in FAMILIES
+
+
+def _model_type(config: Config) -> str:
+    architecture, *_ = config.get("architectures") or [""]
+    return str(config.get("model_type") or MISTRALS.get(architecture, ""))
 
 
 def _read(config: str | Path | Config) -> Config:
