@@ -88,6 +88,24 @@ def test_states_that_are_not_as_configured_are_refused() -> None:
         worker.describe()
 
 
+def test_a_stage_without_states_describes_those_of_others() -> None:
+    """vLLM's groups are those of all stages. Their specs tell the states' types."""
+    worker = Worker(golden("granite-hybrid-tp1"), Rank(0, 0))
+    for group in worker.kv_cache_config.kv_cache_groups:
+        if describe.is_state(group.kv_cache_spec):
+            object.__setattr__(group.kv_cache_spec, "dtypes", (torch.bfloat16, torch.float32))
+
+    def model() -> str:
+        target, _ = describe.split_layers(worker.vllm_config, worker.kv_cache_config, 0)
+        return target.fingerprint()
+
+    whole = model()
+    for group in worker.kv_cache_config.kv_cache_groups:
+        if describe.is_state(group.kv_cache_spec):
+            group.layer_names = []
+    assert model() == whole
+
+
 def test_windows_that_are_not_configured_are_refused() -> None:
     worker = Worker(golden("mistral-tp1"), Rank(0, 0))
     text = {**golden("mistral-tp1").data["hf_config"], "sliding_window": None}

@@ -280,7 +280,7 @@ def split_layers(
     config = vllm_config.model_config
     own = [(name, spec) for _, name, spec in layer_specs(kv_cache_config)]
     text = config.hf_text_config.to_dict()
-    target = _configured_model(vllm_config, text, own) if knows(text) else None
+    target = _configured_model(vllm_config, kv_cache_config, text) if knows(text) else None
     stages = vllm_config.parallel_config.pipeline_parallel_size
     drafts: list[tuple[str, Any]] = []
     if vllm_config.speculative_config is not None and stage == stages - 1:
@@ -302,11 +302,10 @@ def split_layers(
     return target, drafts
 
 
-def _configured_model(
-    vllm_config: Any, text: dict[str, Any], layers: list[tuple[str, Any]]
-) -> CacheModel:
+def _configured_model(vllm_config: Any, kv_cache_config: Any, text: dict[str, Any]) -> CacheModel:
     config = vllm_config.model_config
-    states = [spec for _, spec in layers if is_state(spec)]
+    specs = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]  # of all stages
+    states = [spec for spec in specs if is_state(spec)]
     dtypes = [str(d).removeprefix("torch.") for d in states[0].dtypes] if states else []
     target = model_from_config(
         {**text, "dtype": str(config.dtype).removeprefix("torch.")},
