@@ -167,6 +167,69 @@ KNOWN: dict[str, tuple[Config, Told]] = {
         },
         {"attention": (28, 0, kv(4, 128))},
     ),
+    "qwen2.5-vl-7b": (  # a file of before its text model had a name of its own
+        {
+            "model_type": "qwen2_5_vl",
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "hidden_size": 3584,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+        },
+        {"attention": (28, 0, kv(4, 128))},
+    ),
+    "olmo-3-7b": (
+        {
+            "model_type": "olmo3",
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "hidden_size": 4096,
+        },
+        {"attention": (8, 0, kv(32, 128)), "window": (24, 4096, kv(32, 128))},
+    ),
+    "gemma-3n-e4b": (  # the last 15 layers read what others cached
+        {
+            "model_type": "gemma3n",
+            "text_config": {
+                "model_type": "gemma3n_text",
+                "num_hidden_layers": 35,
+                "hidden_size": 2048,
+            },
+        },
+        {"attention": (4, 0, kv(2, 256)), "window": (16, 512, kv(2, 256))},
+    ),
+    "gemma-4-26b": (
+        {
+            "model_type": "gemma4",
+            "text_config": {
+                "model_type": "gemma4_text",
+                "num_hidden_layers": 30,
+                "hidden_size": 2816,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 2,
+                "sliding_window": 1024,
+                "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            },
+        },
+        {"attention": (5, 0, kv(2, 512)), "window": (25, 1024, kv(8, 256))},
+    ),
+    "glm-4.7-flash": (
+        {
+            "model_type": "glm4_moe_lite",
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 20,
+            "hidden_size": 2048,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+        },
+        {"mla": (47, 0, {"latent": (1, (576,))})},
+    ),
     "qwen3-4b": (
         {
             "model_type": "qwen3",

@@ -16,7 +16,7 @@ from vllm.v1 import kv_cache_interface as kv
 
 from golden import Golden
 from kvferry.layout.shape import Rank
-from kvferry.vllm.describe import Described, describe_worker
+from kvferry.vllm.describe import Described, describe_worker, layer_specs
 
 ON_NVIDIA = True  # of index keys, whose layout depends on the device
 
@@ -41,6 +41,15 @@ def make_spec(told: dict[str, Any]) -> Any:
     return kind(**values)
 
 
+def heads_of(text: dict[str, Any]) -> int:
+    """As vLLM counts them where all layers are alike."""
+    return int(text.get("num_key_value_heads") or text["num_attention_heads"])
+
+
+def layers_of(text: dict[str, Any]) -> int:
+    return int(text["num_hidden_layers"])
+
+
 class Layer:
     def __init__(self, backend: dict[str, Any], scale: float = 1.0) -> None:
         self.isa = backend["isa"] or ""
@@ -53,18 +62,24 @@ class Layer:
         return self._backend
 
 
+def cache_config(captured: dict[str, Any]) -> Any:
+    """vLLM's configuration of one rank's cache."""
+    return Fake(
+        num_blocks=captured["num_blocks"],
+        kv_cache_groups=[
+            Fake(layer_names=list(g["layers"]), kv_cache_spec=make_spec(g["spec"]))
+            for g in captured["groups"]
+        ],
+    )
+
+
 class Worker:
     """One rank of a captured engine, as vLLM shows it to a connector."""
 
     def __init__(self, engine: Golden, rank: Rank) -> None:
         captured, told = engine.rank(rank), engine.engine
-        self.kv_cache_config = Fake(
-            num_blocks=captured["num_blocks"],
-            kv_cache_groups=[
-                Fake(layer_names=list(g["layers"]), kv_cache_spec=make_spec(g["spec"]))
-                for g in captured["groups"]
-            ],
-        )
+        self.kv_cache_config = cache_config(captured)
+        self.stages = [engine.rank(other) for other in engine.ranks if other.tp == rank.tp]
         storages = [torch.zeros(s["bytes"], dtype=torch.uint8) for s in captured["storages"]]
         self.kv_caches = {}
         for name, t in captured["tensors"].items():
@@ -76,6 +91,8 @@ class Worker:
         self.vllm_config = Fake(
             model_config=Fake(
                 hf_text_config=Fake(to_dict=lambda: dict(text)),
+                model_arch_config=[Fake(total_num_kv_heads=heads_of(text))] * layers_of(text),
+                get_total_num_hidden_layers=lambda: layers_of(text),
                 dtype=getattr(torch, told["dtype"]),
                 model="models/tiny",
                 quantization=None,
@@ -102,12 +119,19 @@ class Worker:
     def describe(self, from_last_stage: Any = None) -> Described:
         with (
             patch("kvferry.vllm.describe.from_last_stage", from_last_stage),
+            patch("kvferry.vllm.describe.of_all_stages", self._of_all_stages),
             patch("kvferry.vllm.describe.of_all_ranks", lambda told: [told]),  # alike on each
             patch("kvferry.vllm.describe._on_nvidia", lambda: ON_NVIDIA),
         ):
             return describe_worker(
                 self.vllm_config, self.kv_cache_config, self.kv_caches, self.rank
             )
+
+    def _of_all_stages(self, mine: Any) -> list[Any]:
+        every = [layer_specs(cache_config(captured)) for captured in self.stages]
+        told = [[(name, spec) for _, name, spec in stage] for stage in every]
+        assert told[self.rank.pp] == mine
+        return told
 
     def add_draft(
         self,

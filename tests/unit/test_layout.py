@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,26 @@ class TestHuggingFace:
         assert layers("glm-5-pattern") == (0, 1, 4, 8)
         short = {**KNOWN["glm-5-pattern"][0], "index_topk_pattern": "FSSS"}
         assert model_from_config(short).group("indexer").layers == (0, *range(4, 12))
+
+    def test_heads_of_gemma_4s_full_layers(self) -> None:
+        text = KNOWN["gemma-4-26b"][0]["text_config"]
+        full = [5, 11, 17, 23, 29]
+
+        def heads(**changes: Any) -> int:
+            return model_from_config({**text, **changes}).group("attention").components[0].units
+
+        def by_layer(layers: Iterable[int], **own: int) -> dict[str, dict[str, int]]:
+            return {f"{i:02}": own for i in layers}  # as an engine writes it
+
+        assert (heads(), heads(attention_k_eq_v=False)) == (2, 8)
+        assert heads(per_layer_config=by_layer(full, head_dim=512, num_key_value_heads=4)) == 4
+        mixed = by_layer(full[:4], head_dim=512) | by_layer(full[4:], head_dim=256)
+        beyond = by_layer([4, *full], head_dim=512)
+        for wrong in (mixed, beyond, by_layer(full[:4], head_dim=512)):
+            with pytest.raises(DescriptionError, match="must have heads alike"):
+                heads(per_layer_config=wrong)
+        with pytest.raises(DescriptionError, match="must have heads alike"):
+            heads(layer_types=None)
 
     def test_states_of_the_type_that_the_model_asks_for(self) -> None:
         def sizes(config: Config) -> list[int]:

@@ -21,6 +21,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
+from kvferry.layout.hf import knows
 from real_pairs import Digests, call, probed, require_same_cache, seen
 from tiny_models import TINY, WINDOW, llama_config, make_model
 from vllm_engines import Engine, free_port, hand_over
@@ -184,6 +185,16 @@ class TestStates:
         assert settled(pair[0]) and settled(pair[1])
 
 
+class TestNoTable:
+    """StableLM, which kvferry describes from vLLM's specs alone."""
+
+    def test_bytes_and_tokens_are_equal(self, start: Start) -> None:
+        assert not knows(TINY["stablelm"])
+        pair = start("stablelm", {}, {"block_size": 64})
+        for tokens in (20, 300):
+            require_equal(pair, tokens)
+
+
 class TestDraftModel:
     """Llama with a smaller Llama that drafts: pages of two lengths, on both sides or only on D."""
 
@@ -229,11 +240,12 @@ class TestMatrix:
         [
             ("mistral", {"tp": 2}, {"block_size": 64}, ()),
             ("gemma3", {}, {"tp": 2, "block_size": 32}, ()),
+            ("gemma4", {}, {"block_size": 32}, ()),
             ("granite", {}, {"tp": 2}, ("--no-enable-prefix-caching",)),
             ("granite", {"tp": 2}, {}, ("--no-enable-prefix-caching",)),
             ("llama", {}, {"block_size": 64}, ("--kv-cache-dtype", "fp8")),
         ],
-        ids=["all sliding", "windows to tp 2", "states up", "states down", "fp8"],
+        ids=["all sliding", "windows to tp 2", "heads by layer", "states up", "states down", "fp8"],
     )
     def test_bytes_and_tokens_are_equal(
         self, start: Start, model: str, p: dict[str, Any], d: dict[str, Any], more: tuple[str, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -85,6 +86,46 @@ def test_states_that_are_not_as_configured_are_refused() -> None:
     object.__setattr__(spec, "shapes", (spec.shapes[0], (5, 64, 32)))
     with pytest.raises(DescriptionError, match="kvferry cannot describe it"):
         worker.describe()
+
+
+def test_a_stage_without_states_describes_those_of_others() -> None:
+    """vLLM's groups are those of all stages. Their specs tell the states' types."""
+    worker = Worker(golden("granite-hybrid-tp1"), Rank(0, 0))
+    for group in worker.kv_cache_config.kv_cache_groups:
+        if describe.is_state(group.kv_cache_spec):
+            object.__setattr__(group.kv_cache_spec, "dtypes", (torch.bfloat16, torch.float32))
+
+    def model() -> str:
+        target, _ = describe.split_layers(worker.vllm_config, worker.kv_cache_config, 0)
+        return target.fingerprint()
+
+    whole = model()
+    for group in worker.kv_cache_config.kv_cache_groups:
+        if describe.is_state(group.kv_cache_spec):
+            group.layer_names = []
+    assert model() == whole
+
+
+def test_windows_that_are_not_configured_are_refused() -> None:
+    worker = Worker(golden("mistral-tp1"), Rank(0, 0))
+    text = {**golden("mistral-tp1").data["hf_config"], "sliding_window": None}
+    worker.vllm_config.model_config.hf_text_config.to_dict = lambda: text
+    with pytest.raises(DescriptionError, match=r"span of 0, vLLM's .* has .* and 96;"):
+        worker.describe()
+
+
+def test_vllms_window_may_be_that_of_other_layers_of_a_group() -> None:
+    """Without the hybrid cache manager, vLLM merges the specs of full and windowed layers."""
+    worker = Worker(golden("gemma3-tp1"), Rank(0, 0))
+    found = worker.describe()
+    told = {f.name: getattr(next(specs(worker)), f.name) for f in fields(kv.AttentionSpec)}
+    merged = kv.FullAttentionSpec(**told, sliding_window=96)
+    for group in found.model.groups:
+        describe.require_spec(group, found.layout.shape, Rank(0, 0), merged, "layer")
+
+
+def specs(worker: Worker) -> Iterator[Any]:
+    return (spec for _, _, spec in describe.layer_specs(worker.kv_cache_config))
 
 
 def test_states_hand_over_one_block_and_stop_short() -> None:

@@ -35,8 +35,10 @@ def test_heads_are_those_that_vllm_counts(config: Config) -> None:
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     text = read(config)
-    vllm = ModelArchConfigConvertorBase(text, text)
     for group in model_from_config(config).groups:
+        alike = not getattr(text, "is_heterogeneous", False)
+        own = text if alike else text.per_layer_config[group.layers[0]]
+        vllm = ModelArchConfigConvertorBase(own, own)
         if group.components[0].name == "k":
             assert group.components[0].units == vllm.get_total_num_kv_heads()
             assert group.components[0].dims == (vllm.get_head_size(),)
@@ -67,7 +69,8 @@ def test_what_a_configuration_leaves_out(family: str) -> None:
     patterns = {"sliding_window_pattern"}  # some classes make layer_types of them and forget them
     for name in {*ours} - patterns:
         assert ours[name] == made[name], name
-    for name in ("sliding_window", "attention_chunk_size", "index_head_dim"):
+    spans = ("sliding_window", "attention_chunk_size")
+    for name in (*spans, "index_head_dim", "num_kv_shared_layers"):
         assert ours.get(name) == (made.get(name) or None), name
     if made.get("kv_lora_rank"):
         return

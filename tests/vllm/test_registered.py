@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 HEADS = (("num_key_value_heads", 24),)
 EIGHT = (("num_key_value_heads", 8),)
 TWO = (("num_key_value_heads", 2),)
+NOVEL = ("model_type", "novel")
 MAMBA = (*EIGHT, ("mamba_n_groups", 8))
 DELTA = (*EIGHT, ("linear_num_key_heads", 8), ("linear_num_value_heads", 16))
 
@@ -105,6 +106,17 @@ CASES = [
     (
         engine("llama-tp1-fp8", 8, block=64, changes=EIGHT),
         engine("llama-tp1-fp8", 2, 4, changes=EIGHT),
+        333,
+    ),
+    # of a model that we have no table of, described from vLLM's specs
+    (
+        engine("llama-tp1", 2, 2, block=32, changes=(*EIGHT, NOVEL)),
+        engine("llama-tp1", 1, changes=(*EIGHT, NOVEL)),
+        333,
+    ),
+    (
+        engine("gemma3-tp1", 4, changes=(*EIGHT, NOVEL)),
+        engine("gemma3-tp1", 2, 3, changes=(*EIGHT, NOVEL)),
         333,
     ),
     # with a draft: different blocks and kernel blocks, all its heads on every rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -90,12 +91,12 @@ def model_from_config(
     data = _read(config)
     nested = data.get("text_config")
     text = {**data, **nested} if isinstance(nested, Mapping) else data
-    architecture, *_ = text.get("architectures") or [""]
-    model_type = str(text.get("model_type") or MISTRALS.get(architecture, ""))
+    model_type = _model_type(text)
     describe = FAMILIES.get(model_type)
     if describe is None:
         raise DescriptionError(
-            f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}. "
+            f"model_type {model_type!r} is not known; {len(FAMILIES)} are, among them "
+            f"{', '.join(get_close_matches(model_type, FAMILIES, 4, 0.0))}. "
             "Describe its cache by hand: CacheModel(name, groups=(Group(...), ...))"
             if model_type
             else "the configuration names no model_type; give the model's config.json (Mistral's "
@@ -131,6 +132,16 @@ def model_from_config(
         groups += reader.draft(groups, draft_layers)
     label = name or str(data.get("_name_or_path") or model_type)
     return CacheModel(label, tuple(groups), total_layers=reader.layers)
+
+
+def knows(config: Config) -> bool:
+    """Whether there is a description of this model's family."""
+    return _model_type(config) in FAMILIES
+
+
+def _model_type(config: Config) -> str:
+    architecture, *_ = config.get("architectures") or [""]
+    return str(config.get("model_type") or MISTRALS.get(architecture, ""))
 
 
 def _read(config: str | Path | Config) -> Config:
@@ -175,11 +186,12 @@ def index_components(width: int) -> tuple[Component, Component]:
 
 
 def _dense(r: ConfigReader, own_token: int = 0) -> list[Group]:
-    """Llama and similar models, with a sliding window on all, some or no layers.
+    """Llama and similar models, with a sliding window on all, some or no layers. The last layers
+    may read what earlier ones cached.
 
     own_token  1 where `sliding_window` does not count the token that looks back
     """
-    layers = range(r.layers)
+    layers = range(r.layers - r.integer("num_kv_shared_layers", default=0))
     if r.config.get("use_sliding_window") is False or not r.config.get("sliding_window"):
         return r.attention("attention", layers)
     if types := r.per_layer("layer_types", str):
@@ -196,7 +208,28 @@ def _dense(r: ConfigReader, own_token: int = 0) -> list[Group]:
     else:
         full = []
     span = Residency("window", r.integer("sliding_window") + own_token)
-    return r.attention("attention", full) + r.attention("window", r.others(full), span)
+    windowed = [i for i in layers if i not in full]
+    return r.attention("attention", full) + r.attention("window", windowed, span)
+
+
+def _gemma4(r: ConfigReader) -> list[Group]:
+    """As Gemma 3n, but layers of full attention have heads of their own number and size."""
+    types, told = r.per_layer("layer_types", str), r.config.get("per_layer_config")
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    if told is None:  # a file; an engine's configuration has what differs, by layer
+        told = {i: {"head_dim": r.integer("global_head_dim", default=512)} for i in full}
+        heads = r.config.get("num_global_key_value_heads")
+        if heads is not None and r.config.get("attention_k_eq_v"):
+            told = {i: {**own, "num_key_value_heads": heads} for i, own in told.items()}
+    owns = [own for _, own in sorted((int(i), own) for i, own in told.items())]
+    if not full or sorted(map(int, told)) != full or any(own != owns[0] for own in owns):
+        raise DescriptionError(
+            f"layers of full attention must have heads alike and others none of their own: found "
+            f"{told!r}, and 'layer_types' {types!r}"
+        )
+    attention, *window = _dense(r)
+    (like,) = r.alike(**owns[0]).attention("attention", attention.layers)
+    return [like, *window]
 
 
 def _llama4(r: ConfigReader) -> list[Group]:
@@ -273,15 +306,20 @@ def _qwen3_next(r: ConfigReader) -> list[Group]:
 
 
 DENSE = """
-llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe phi3 glm4 glm4_moe olmo2 granite
-granitemoe ernie4_5 starcoder2 seed_oss minimax_m2 gemma2 gemma3 gemma3_text gpt_oss exaone4
+llama mistral ministral ministral3 mixtral phi3 phimoe granite granitemoe ernie4_5 ernie4_5_moe
+qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_vl_text
+qwen3_vl_moe_text qwen2_5_omni_text qwen3_omni_moe_text glm glm4 glm4_moe glm4v_text glm4v_moe_text
+gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text olmo2 olmo3 olmoe smollm3 cohere gpt_oss
+exaone4 exaone_moe minimax_m2 starcoder2 seed_oss
 """
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
     **dict.fromkeys(DENSE.split(), _dense),
-    "cohere2": partial(_dense, own_token=1),
+    **dict.fromkeys(["cohere2", "cohere2_moe"], partial(_dense, own_token=1)),
+    **dict.fromkeys(["gemma4", "gemma4_text"], _gemma4),
     **dict.fromkeys(["llama4", "llama4_text"], _llama4),
     **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"], _deepseek
+        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"],
+        _deepseek,
     ),
     **dict.fromkeys(["bamba", "granitemoehybrid"], _bamba),
     "jamba": _jamba,
@@ -315,6 +353,12 @@ class ConfigReader:
         self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers", default=count)
         if self.layers > MOST_LAYERS:
             raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
+
+    def alike(self, **changes: Any) -> ConfigReader:
+        """A reader of the same configuration with other values."""
+        dtypes = (self.cache_dtype, self.conv_dtype, self.ssm_dtype)
+        names = ("cache_dtype", "conv_dtype", "ssm_dtype")
+        return ConfigReader({**self.config, **changes}, **dict(zip(names, dtypes, strict=True)))
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:

@@ -2,9 +2,11 @@
 """Describes the cache that a vLLM worker registered: model, shape, layout and meaning.
 
 - The model: target layers of all stages are described from the model's configuration, and checked
-  against the specs that vLLM made. A draft model's layers are described from their specs. vLLM
-  numbers them after the target's layers or gives them another prefix; here they have numbers of
-  their own. vLLM runs them on the last stage, which describes them to the other stages.
+  against the specs that vLLM made. Where `layout.hf` does not know the model, they are described
+  from the specs alone, as far as these prove what a layer caches (`model_from_specs`). A draft
+  model's layers are described from their specs. vLLM numbers them after the target's layers or
+  gives them another prefix; here they have numbers of their own. vLLM runs them on the last stage,
+  which describes them to the other stages.
 - The layout: outer strides come from the tensors, interiors from each layer's attention backend.
 - The meaning: settings that decide the cached values of equal tokens. Two engines must agree on all
   of them. They compare them at a handshake, and they are part of the pool's namespace. Settings
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,8 +32,15 @@ from typing import Any, Literal
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import DescriptionError
-from kvferry.layout.hf import DRAFT_GROUPS, INDEX_SCALED, index_components, model_from_config
-from kvferry.layout.model import CacheModel, Component, Group, Residency
+from kvferry.layout.hf import (
+    DRAFT_GROUPS,
+    ELEMENT_BYTES,
+    INDEX_SCALED,
+    index_components,
+    knows,
+    model_from_config,
+)
+from kvferry.layout.model import CacheModel, Component, Group, Residency, ResidencyKind
 from kvferry.layout.placement import RankLayout, Region
 from kvferry.layout.shape import EngineShape, Rank
 from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
@@ -43,6 +53,13 @@ FLASHINFER_MLA CUTLASS_MLA FLASHMLA_SPARSE FLASH_ATTN_MLA_SPARSE FLASHINFER_MLA_
 FLASHINFER_MLA_SPARSE_SM90 FLASHINFER_MLA_SPARSE_SM120
 """
 INDEXER = "DEEPSEEK_V32_INDEXER"
+# vLLM's specs that say all of what a layer caches; our names of groups of such layers
+PLAIN: dict[str, tuple[str, ResidencyKind]] = {
+    "FullAttentionSpec": ("attention", "full"),
+    "SlidingWindowSpec": ("window", "window"),
+    "ChunkedLocalAttentionSpec": ("chunk", "chunk"),
+    "MLAAttentionSpec": ("mla", "full"),
+}
 CPU_ISA = {"vec": "cpu", "vec16": "cpu", "amx": "cpu_amx"}
 # Keys of a model's configuration that do not change what its cache means. Some models write their
 # engine's `max_model_len` there; `rope_factors` covers what depends on it.
@@ -182,10 +199,21 @@ def from_last_stage(told: Any) -> Any:
 def of_all_ranks(told: Any) -> list[Any]:
     """The arguments of all tensor parallel ranks of a stage, in order. Every worker must call this
     at the same point of its start."""
-    import torch
     from vllm.distributed import get_tp_group
 
-    group = get_tp_group()
+    return _of_all(get_tp_group(), told)
+
+
+def of_all_stages(told: Any) -> list[Any]:
+    """The same for pipeline stages."""
+    from vllm.distributed import get_pp_group
+
+    return _of_all(get_pp_group(), told)
+
+
+def _of_all(group: Any, told: Any) -> list[Any]:
+    import torch
+
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, told, group=group.cpu_group)
     return found
@@ -273,31 +301,111 @@ def split_layers(
     from vllm.distributed.utils import get_pp_indices
 
     config = vllm_config.model_config
-    states = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]
-    states = [spec for spec in states if is_state(spec)]
+    own = [(name, spec) for _, name, spec in layer_specs(kv_cache_config)]
+    text = config.hf_text_config.to_dict()
+    target = _configured_model(vllm_config, kv_cache_config, text) if knows(text) else None
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    drafts: list[tuple[str, Any]] = []
+    if vllm_config.speculative_config is not None and stage == stages - 1:
+        layers = target.num_layers if target else int(config.get_total_num_hidden_layers())
+        # some methods number a draft's layers from the stage's count, others from the model's
+        mine = range(*get_pp_indices(layers, stage, stages))
+        named = {name for name, _ in own}
+        loaded = vllm_config.compilation_config.static_forward_context  # the target's are first
+        prefix = next((_prefix(name) for name in loaded if name in named), "")
+        drafts = [
+            (name, spec)
+            for name, spec in own
+            if _prefix(name) != prefix or _ordinal(name) not in mine
+        ]
+    if target is None:
+        mine_alone = [layer for layer in own if layer not in drafts]
+        told = of_all_stages(mine_alone) if stages > 1 else [mine_alone]
+        target = model_from_specs(vllm_config, [*chain(*told)])
+    return target, drafts
+
+
+def _configured_model(vllm_config: Any, kv_cache_config: Any, text: dict[str, Any]) -> CacheModel:
+    config = vllm_config.model_config
+    specs = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]  # of all stages
+    states = [spec for spec in specs if is_state(spec)]
     dtypes = [str(d).removeprefix("torch.") for d in states[0].dtypes] if states else []
     target = model_from_config(
-        {**config.hf_text_config.to_dict(), "dtype": str(config.dtype).removeprefix("torch.")},
+        {**text, "dtype": str(config.dtype).removeprefix("torch.")},
         name=str(config.model),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         state_dtype=dtypes[0] if dtypes else "auto",
         ssm_dtype=dtypes[-1] if dtypes else "auto",
     )
-    if states:
-        target = _with_rows(target, states[0])
-    named = {name for _, name, _ in layer_specs(kv_cache_config)}
-    loaded = vllm_config.compilation_config.static_forward_context  # the target's layers are first
-    prefix = next((_prefix(name) for name in loaded if name in named), "")
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if vllm_config.speculative_config is None or stage != stages - 1:
-        return target, []
-    # some methods number a draft's layers from the stage's count, others from the model's
-    mine = range(*get_pp_indices(target.num_layers, stage, stages))
-    return target, [
-        (name, spec)
-        for _, name, spec in layer_specs(kv_cache_config)
-        if _prefix(name) != prefix or _ordinal(name) not in mine
-    ]
+    return _with_rows(target, states[0]) if states else target
+
+
+def model_from_specs(vllm_config: Any, layers: list[tuple[str, Any]]) -> CacheModel:
+    """The target's cache from vLLM's specs of all its layers, for a model that we have no table of.
+
+    Specs tell a rank's heads, not the model's, and not whether ranks repeat them. So each layer's
+    heads must be those that vLLM reads in the model's configuration, and a rank must have several
+    of them: one head a rank could be one of any number, and some models have layers with more heads
+    than their configuration says first. Latents are the same on all ranks where vLLM says so.
+    """
+    config, cache = vllm_config.model_config, vllm_config.cache_config
+    tp = int(vllm_config.parallel_config.tensor_parallel_size)
+    groups: dict[str, Group] = {}
+    for name, spec in sorted(layers, key=lambda layer: _ordinal(layer[0])):
+        ordinal, plain = _ordinal(name), PLAIN.get(type(spec).__name__)
+
+        def refuse(why: str, name: str = name, spec: Any = spec) -> DescriptionError:
+            return DescriptionError(
+                f"model_type {config.hf_text_config.to_dict().get('model_type')!r} is not in "
+                f"kvferry's table of models, and vLLM's {type(spec).__name__} of layer {name!r} "
+                f"does not prove what the layer caches: {why}"
+            )
+
+        if plain is None:
+            raise refuse(f"only {', '.join(PLAIN)} do")
+        kind, residency = plain
+        if spec.tokens_per_state != 1 or getattr(spec, "non_causal", False):
+            raise refuse("it stores other things than one entry a token, or is not causal")
+        window = getattr(spec, "sliding_window", None)
+        span = int(window or getattr(spec, "attention_chunk_size", None) or 0)
+        if (span > 0) != (residency != "full"):
+            raise refuse("without its hybrid cache manager, vLLM does not say which have a window")
+        content = str(spec.dtype).removeprefix("torch.")
+        if spec.dtype.itemsize == 1:
+            content = str(cache.cache_dtype)
+        if ELEMENT_BYTES.get(content) != spec.dtype.itemsize:
+            raise refuse(f"cache type {content!r} is not known")
+        heads = int(config.model_arch_config[ordinal].total_num_kv_heads)
+        mla = kind == "mla"
+        if mla and (spec.max_tp_shards, spec.num_kv_heads) != (1, 1):
+            raise refuse("it is not said to be the same on all ranks")
+        if mla and spec.state_content_size_bytes != spec.head_size * spec.dtype.itemsize:
+            raise refuse("its latents are packed")
+        if not mla and (spec.num_kv_heads * tp != heads or spec.num_kv_heads == 1 < tp):
+            raise refuse(
+                f"a rank of {tp} has {spec.num_kv_heads} heads of {heads}. With one head a rank, "
+                "use a smaller tensor_parallel_size"
+            )
+        parts = _parts(spec, heads, content)
+        group = Group(kind, (ordinal,), parts, Residency(residency, span))
+        first = groups.setdefault(kind, group)
+        if replace(first, layers=group.layers) != group:
+            raise refuse(f"it is not as in layer {first.layers[0]}")
+        if first is not group:
+            groups[kind] = replace(group, layers=(*first.layers, ordinal))
+    total = int(config.get_total_num_hidden_layers())
+    ordered = tuple(groups[kind] for kind, _ in PLAIN.values() if kind in groups)
+    return CacheModel(str(config.model), ordered, total_layers=total)
+
+
+def _parts(spec: Any, heads: int, content: str) -> tuple[Component, ...]:
+    """What a layer of attention caches, by its spec and the heads of the whole model."""
+    size = spec.dtype.itemsize
+    if "MLA" in type(spec).__name__:
+        width = spec.state_content_size_bytes // size
+        return (Component("latent", 1, (width,), size, "replicated", content),)
+    dims = {"k": int(spec.head_size), "v": int(spec.head_size_v)}
+    return tuple(Component(c, heads, (d,), size, content=content) for c, d in dims.items())
 
 
 def cache_model(
@@ -327,7 +435,10 @@ def cache_model(
 def _ordinal(name: str) -> int:
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return int(extract_layer_index(name))
+    try:
+        return int(extract_layer_index(name))
+    except AssertionError as error:
+        raise DescriptionError(f"{error}; kvferry cannot tell this model's layers apart") from None
 
 
 def _is_indexer(name: str) -> bool:
@@ -335,7 +446,7 @@ def _is_indexer(name: str) -> bool:
 
 
 def _prefix(name: str) -> str:
-    return name.partition("layers.")[0]
+    return re.split(r"\.\d+\.", name)[0]
 
 
 def _target_key(model: CacheModel, name: str) -> LayerKey:
@@ -382,17 +493,11 @@ def draft_groups(
         span = int(getattr(spec, "sliding_window", None) or 0)
         group, indexer = DRAFT_GROUPS
         group = indexer if _is_indexer(name) else f"{group}.{span}" if span else group
-        size = spec.dtype.itemsize
-        parts: tuple[Component, ...]
         if group == indexer:
             values = spec.state_content_size_bytes * INDEX_SCALED // (INDEX_SCALED + 4)
             parts = tuple(replace(c, content=content) for c in index_components(values))
-        elif "MLA" in type(spec).__name__:
-            width = spec.state_content_size_bytes // size
-            parts = (Component("latent", 1, (width,), size, "replicated", content),)
         else:
-            dims = {"k": int(spec.head_size), "v": int(spec.head_size_v)}
-            parts = tuple(Component(c, heads, (d,), size, content=content) for c, d in dims.items())
+            parts = _parts(spec, heads, content)
         known = groups.get(group)
         if known is not None and known.components != parts:
             raise DescriptionError(f"draft layer {name!r} has other components than the first")
@@ -413,7 +518,10 @@ def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer:
     window = getattr(spec, "sliding_window", None) or 0
     chunk = getattr(spec, "attention_chunk_size", None) or 0
     span = group.residency.span
-    if content != expected or span not in (window or chunk, 0):
+    spans = {window or chunk}
+    if type(spec).__name__ == "FullAttentionSpec":  # its window may be that of other layers
+        spans.add(0)
+    if content != expected or span not in spans:
         raise DescriptionError(
             f"layer {layer!r}: its configuration promises {expected} bytes a head and token and a "
             f"span of {span}, vLLM's {type(spec).__name__} has {content} bytes and "
