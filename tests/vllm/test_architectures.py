@@ -241,11 +241,20 @@ class TestMatrix:
             ("mistral", {"tp": 2}, {"block_size": 64}, ()),
             ("gemma3", {}, {"tp": 2, "block_size": 32}, ()),
             ("gemma4", {}, {"block_size": 32}, ()),
+            ("stablelm", {"pp": 2}, {"block_size": 64}, ()),
             ("granite", {}, {"tp": 2}, ("--no-enable-prefix-caching",)),
             ("granite", {"tp": 2}, {}, ("--no-enable-prefix-caching",)),
             ("llama", {}, {"block_size": 64}, ("--kv-cache-dtype", "fp8")),
         ],
-        ids=["all sliding", "windows to tp 2", "heads by layer", "states up", "states down", "fp8"],
+        ids=[
+            "all sliding",
+            "windows to tp 2",
+            "heads by layer",
+            "no table, stages",
+            "states up",
+            "states down",
+            "fp8",
+        ],
     )
     def test_bytes_and_tokens_are_equal(
         self, start: Start, model: str, p: dict[str, Any], d: dict[str, Any], more: tuple[str, ...]
