@@ -5,6 +5,7 @@ vLLM is imported before the tests, because its libraries warn of themselves when
 """
 
 import contextlib
+import logging
 import signal
 import sys
 import warnings
@@ -24,3 +25,9 @@ def pytest_configure() -> None:
     with warnings.catch_warnings(), contextlib.suppress(ImportError):
         warnings.simplefilter("ignore")
         import vllm.v1.request  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _log_to_the_root() -> None:
+    """`caplog` listens there; our lines go to vLLM once a test has made it load its plugins."""
+    logging.getLogger("kvferry").parent = logging.getLogger()
