@@ -743,10 +743,13 @@ def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None
 
         return SimpleNamespace(close=close)
 
-    worker: Any = FerryWorker.__new__(FerryWorker)
-    worker.ready, worker.consumer = part("ready", fails=True), None
-    worker.producer, worker._sockets = part("producer", fails=True), part("sockets")
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e"), instance_id="i"
+    )
+    worker: Any = FerryWorker(FerryConfig.read({}, "ferry", {}), config, 0, None)
+    worker.ready, worker.producer = part("ready", fails=True), part("producer", fails=True)
     worker.carriers = [part("tcp"), part("local")]
+    worker._memory, worker._sockets = part("memory"), part("sockets")
     worker.close()
-    assert closed == ["ready", "producer", "tcp", "local", "sockets"]
+    assert closed == ["ready", "producer", "tcp", "local", "memory", "sockets"]
     assert caplog.text.count("could not be closed") == 2
