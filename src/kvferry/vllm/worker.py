@@ -94,8 +94,8 @@ class FerryWorker:
     def serve(
         self, place: CacheRank, described: Described, memory: Memory, carriers: Sequence[Carrier]
     ) -> None:
-        """Take part in hand-overs, with a cache that the carriers have registered. `close` closes
-        both."""
+        """Take part in hand-overs. The carriers have registered the cache. `close` closes the
+        memory and the carriers."""
         self._place, self._memory, self.carriers = place, memory, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
@@ -175,11 +175,13 @@ class FerryWorker:
         def produce(error: str) -> None:
             if orders.incarnation:
                 producer.reset(orders.incarnation)
-            for hold in () if spare else orders.holds:
+            if spare:
+                return
+            for hold in orders.holds:
                 if error:
                     producer.withdraw(hold.hold_id)  # it cannot be read, and is still reported
                 producer.open_hold(hold)
-            for hold_id in () if spare else orders.withdrawals:
+            for hold_id in orders.withdrawals:
                 producer.withdraw(hold_id)
 
         if self._written_late or orders.loads:
@@ -243,7 +245,7 @@ class FerryWorker:
 
 
 def close_all(*parts: Any) -> None:
-    """Close those that are not None, in this order, also if one of them fails."""
+    """Close in this order what is not None. If one part fails, the others are closed."""
     for part in parts:
         try:
             if part is not None:
