@@ -80,49 +80,6 @@ ROOT = Path(__file__).parents[2]
 SECRET = "a secret for these tests"
 
 
-class TestConfig:
-    def test_nixl_keys_and_variables(self) -> None:
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3", "KVFERRY_SECRET": SECRET}
-        environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
-        config = FerryConfig.read(
-            {"kv_lease_duration": 17, "backends": ["UCX"], "num_threads": 4},
-            "nixl",
-            environment,
-            rank=3,
-        )
-        assert (config.host, config.port, config.lease_seconds) == ("10.1.2.3", 5603, 17.0)
-        assert config.bootstrap_port == 0
-
-    def test_mooncake_keys_and_variables(self) -> None:
-        config = FerryConfig.read({"mooncake_protocol": "rdma", "device_name": ""}, "mooncake", {})
-        assert (config.bootstrap_port, config.lease_seconds) == (8998, 480.0)
-        environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
-        environment |= {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30"}
-        config = FerryConfig.read({"load_seconds": 5}, "mooncake", environment)
-        assert (config.bootstrap_port, config.lease_seconds, config.load_seconds) == (9001, 30.0, 5)
-
-    @pytest.mark.parametrize(
-        ("style", "extra", "message"),
-        [
-            ("ferry", {"backends": ["UCX"]}, "does not know"),
-            ("mooncake", {"kv_lease_duration": 3}, "does not know"),
-            ("nixl", {"bidirectional_kv_xfer": True}, "not offered"),
-            ("push", {"enforce_handshake_compat": False}, "cannot be switched off"),
-            ("ferry", {"max_held_blocks": -1}, "max_held_blocks"),
-        ],
-    )
-    def test_refused(self, style: Any, extra: dict[str, Any], message: str) -> None:
-        with pytest.raises(DescriptionError, match=message):
-            FerryConfig.read(extra, style, {})
-
-    def test_peers(self) -> None:
-        config = FerryConfig.read({"peers": ["10.0.0.0/8", "p.example", "::1"]}, environment={})
-        admitted = ["10.9.8.7", "p.example", "::1", "[::1]"]
-        assert [config.admits(h) for h in admitted] == [True] * 4
-        assert [config.admits(h) for h in ("11.0.0.1", "q.example", "127.0.0.1")] == [False] * 3
-        assert FerryConfig.read({}, environment={}).admits("anywhere")
-
-
 class TestNames:
     def test_classes_have_names_of_their_own(self) -> None:
         classes = (FerryConnector, MooncakeConnector, NixlConnector, NixlPushConnector)
@@ -375,6 +332,29 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Rendezvous]]:
+    """Makes a `Rendezvous`, which is closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def made(clock: Any = time.monotonic, **config: Any) -> Rendezvous:
+            sockets = Sockets()
+            stack.callback(sockets.close)
+            rendezvous = Rendezvous(FerryConfig(**config), sockets, clock)
+            stack.callback(rendezvous.close)
+            return rendezvous
+
+        yield made
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[Bootstrap]:
+    made = Bootstrap(None, 0, None)
+    made.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+    yield made
+    made.close()
+
+
 class TestRendezvous:
     def find(self, rendezvous: Rendezvous, place: BootstrapPlace) -> Whereabouts:
         assert reaches(lambda: rendezvous.find(place) is not None, True)
@@ -382,58 +362,45 @@ class TestRendezvous:
         assert found is not None
         return found
 
-    def test_by_bootstrap(self) -> None:
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
-        bootstrap = Bootstrap(None, 0, None)
-        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+    def test_by_bootstrap(self, meet: Callable[..., Rendezvous], bootstrap: Bootstrap) -> None:
+        rendezvous = meet()
         place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
-        try:
-            assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            assert self.find(rendezvous, place).incarnation == "i"  # for a second
-            rendezvous.forget(place)
-            assert self.find(rendezvous, place).incarnation == "j"
-            with pytest.raises(ProtocolError, match="restarted"):
-                self.find(rendezvous, BootstrapPlace("other", place.address, True))
-        finally:
-            rendezvous.close()
-            bootstrap.close()
-            sockets.close()
+        assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+        assert self.find(rendezvous, place).incarnation == "i"  # for a second
+        rendezvous.forget(place)
+        assert self.find(rendezvous, place).incarnation == "j"
+        with pytest.raises(ProtocolError, match="restarted"):
+            self.find(rendezvous, BootstrapPlace("other", place.address, True))
 
-    def test_what_was_answered_is_asked_for_anew(self) -> None:
+    def test_what_was_answered_is_asked_for_anew(
+        self, meet: Callable[..., Rendezvous], bootstrap: Bootstrap
+    ) -> None:
         """So that no request is sent by it to an engine that was reset; the last answer serves
         where none comes, for a while."""
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets, clock)
-        bootstrap = Bootstrap(None, 0, None)
-        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+        clock = Clock()
+        rendezvous = meet(clock, bootstrap_seconds=1.0)
         place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
-        try:
-            assert self.find(rendezvous, place).incarnation == "i"
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            clock.now += FRESH_SECONDS + 0.1
-            assert rendezvous.find(place) is None  # it is asked for, and the caller does not wait
-            assert self.find(rendezvous, place).incarnation == "j"
-            bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
-            clock.now += FRESH_SECONDS + 0.1
-            with pytest.raises(ProtocolError, match="restarted"):  # it did answer
-                self.find(rendezvous, place)
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
-            assert self.find(rendezvous, place).incarnation == "l"
-            bootstrap.close()
-            clock.now += FRESH_SECONDS + 0.1
-            assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
-            clock.now += KEEP_SECONDS
-            with pytest.raises(KvferryError, match="bootstrap"):
-                self.find(rendezvous, place)
-        finally:
-            rendezvous.close()
-            bootstrap.close()
-            sockets.close()
+        assert self.find(rendezvous, place).incarnation == "i"
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+        clock.now += FRESH_SECONDS + 0.1
+        assert rendezvous.find(place) is None  # it is asked for, and the caller does not wait
+        assert self.find(rendezvous, place).incarnation == "j"
+        bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
+        clock.now += FRESH_SECONDS + 0.1
+        with pytest.raises(ProtocolError, match="restarted"):  # it did answer
+            self.find(rendezvous, place)
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
+        assert self.find(rendezvous, place).incarnation == "l"
+        bootstrap.close()
+        clock.now += FRESH_SECONDS + 0.1
+        assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
+        clock.now += KEEP_SECONDS
+        with pytest.raises(KvferryError, match="bootstrap"):
+            self.find(rendezvous, place)
 
     def test_a_bootstrap_that_is_slow_does_not_hold_up_a_request_with_a_known_producer(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         answers, release = iter([0.3, 20.0]), threading.Event()
 
@@ -442,9 +409,8 @@ class TestRendezvous:
             return Whereabouts(engine_id, "127.0.0.1", 77, "i")
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
-        place = BootstrapPlace("e", "127.0.0.1:1", True)
+        clock = Clock()
+        rendezvous, place = meet(clock), BootstrapPlace("e", "127.0.0.1:1", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"  # however long it took
             clock.now += FRESH_SECONDS + 0.1
@@ -454,12 +420,10 @@ class TestRendezvous:
             assert found is not None and found.incarnation == "i"
         finally:
             release.set()
-            rendezvous.close()
-            sockets.close()
 
     @pytest.mark.parametrize("known", [False, True])
     def test_an_error_that_came_late_is_raised_once(
-        self, known: bool, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], known: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """However long the question took: else those who look now and then ask for ever."""
         answers: list[Any] = [ProtocolError("no bootstrap")]
@@ -479,27 +443,21 @@ class TestRendezvous:
             return found
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
-        place = BootstrapPlace("e", "127.0.0.1:2", True)
-        try:
-            if known:
-                assert self.find(rendezvous, place).incarnation == "i"
-                clock.now += FRESH_SECONDS + 0.1
+        clock = Clock()
+        rendezvous, place = meet(clock), BootstrapPlace("e", "127.0.0.1:2", True)
+        if known:
+            assert self.find(rendezvous, place).incarnation == "i"
+            clock.now += FRESH_SECONDS + 0.1
+        rendezvous.find(place)
+        assert rendezvous._asked[place].answer.exception(10) is not None
+        with pytest.raises(ProtocolError, match="no bootstrap"):
             rendezvous.find(place)
-            assert rendezvous._asked[place].answer.exception(10) is not None
-            with pytest.raises(ProtocolError, match="no bootstrap"):
-                rendezvous.find(place)
-            assert len(asked) == 1 + known
-        finally:
-            rendezvous.close()
-            sockets.close()
+        assert len(asked) == 1 + known
 
-    def test_by_directory_that_is_still_starting(self) -> None:
-        sockets = Sockets()
+    def test_by_directory_that_is_still_starting(self, meet: Callable[..., Rendezvous]) -> None:
+        sockets, rendezvous = Sockets(), meet()
         directory = Directory(sockets)
         directory.start()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
         place = BootstrapPlace("e", f"127.0.0.1:{directory.port}", False)
         try:
             assert rendezvous.find(place) is None
@@ -509,19 +467,16 @@ class TestRendezvous:
             directory.set_engine(ENGINE, [])
             assert self.find(rendezvous, place).engine_id == "e"
         finally:
-            rendezvous.close()
             directory.close()
             sockets.close()
 
     def test_what_is_asked_after_the_end_opens_nothing(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A question that waited for another one to the same address."""
         gate, where = threading.Event(), Whereabouts("e", "127.0.0.1", 77, "i")
         monkeypatch.setattr(rendezvous_module, "query", lambda *_: gate.wait(10) and where)
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
-        waits = BootstrapPlace("e", "127.0.0.1:1", False)
+        rendezvous, waits = meet(), BootstrapPlace("e", "127.0.0.1:1", False)
         try:
             rendezvous.introduce(ENGINE)
             assert rendezvous.find(BootstrapPlace("e", waits.address, True)) is None
@@ -532,26 +487,24 @@ class TestRendezvous:
             assert "shutting down" in str(error) and rendezvous._caller is None
         finally:
             gate.set()
-            rendezvous.close()
-            sockets.close()
 
     @pytest.mark.parametrize(
         ("config", "address", "error"),
         [
-            (FerryConfig(), "10.0.0.1:8998", AuthenticationError),  # no secret, another host
-            (FerryConfig(secret=SECRET, peers=("10.0.0.2",)), "10.0.0.1:8998", AuthenticationError),
-            (FerryConfig(), "127.0.0.1:1", HandoverError),  # nobody listens
+            ({}, "10.0.0.1:8998", AuthenticationError),  # no secret, another host
+            ({"secret": SECRET, "peers": ("10.0.0.2",)}, "10.0.0.1:8998", AuthenticationError),
+            ({}, "127.0.0.1:1", HandoverError),  # nobody listens
         ],
     )
-    def test_refused(self, config: FerryConfig, address: str, error: type[Exception]) -> None:
-        sockets = Sockets()
-        rendezvous = Rendezvous(config, sockets)
-        try:
-            with pytest.raises(error):
-                self.find(rendezvous, BootstrapPlace("e", address, True))
-        finally:
-            rendezvous.close()
-            sockets.close()
+    def test_refused(
+        self,
+        meet: Callable[..., Rendezvous],
+        config: dict[str, Any],
+        address: str,
+        error: type[Exception],
+    ) -> None:
+        with pytest.raises(error):
+            self.find(meet(**config), BootstrapPlace("e", address, True))
 
 
 def registered(port: int) -> str | None:

@@ -90,7 +90,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.handover: FerryScheduler | None = None
         self.pool: VllmPoolScheduler | None = None
         self.worker: FerryWorker | None = None
@@ -202,7 +201,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.pool.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return self._groups
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids()
