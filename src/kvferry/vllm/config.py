@@ -314,10 +314,8 @@ def take_name(value: Any) -> str:
 
 
 def take_path(value: Any) -> str:
-    if "\0" in take_name(value):
-        raise ValueError("it has a null character")
     try:
-        return str(Path(value).expanduser())
+        return str(Path(take_name(value)).expanduser())
     except RuntimeError as error:  # ~user without a home directory
         raise ValueError(str(error)) from None
 
