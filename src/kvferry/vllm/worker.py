@@ -45,7 +45,6 @@ log = logging.getLogger("kvferry")
 # A step that computes nothing waits until a load ends or a hold closes, at most this long, and
 # leaves the processors to other threads. A new request is delayed by no more than this.
 IDLE_STEP_SECONDS = 0.002
-WORKER_LEVELS = ("claims_parked", "loads_abandoned", "blocks_quarantined")
 
 
 class FerryWorker:
@@ -61,7 +60,8 @@ class FerryWorker:
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._place = CacheRank(Rank(0, 0), 1)
-        self._stats, self._levels = FerryStats(), dict.fromkeys(WORKER_LEVELS, 0)
+        self._stats = FerryStats()
+        self._levels: dict[str, int] = {}  # as they were told last; all are 0 before that
         self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
@@ -229,10 +229,12 @@ class FerryWorker:
     def take_stats(self) -> FerryStats:
         if self.producer is not None and self.consumer is not None:
             loads = self.consumer.stats()
-            parked = self.producer.parked_claims
-            told = (parked, loads.abandoned_now, loads.quarantined_blocks)
-            levels = dict(zip(WORKER_LEVELS, told, strict=True))
-            if levels != self._levels:
+            levels = {
+                "claims_parked": self.producer.parked_claims,
+                "loads_abandoned": loads.abandoned_now,
+                "blocks_quarantined": loads.quarantined_blocks,
+            }
+            if levels != (self._levels or dict.fromkeys(levels, 0)):
                 self._levels = levels
                 (pp, tp), replica = self._place.rank, self._place.replica
                 reporter = f"{self._index}/{pp}.{tp}" + (f".{replica}" if replica else "")
