@@ -1,11 +1,10 @@
-"""The parts of the drop-in connectors, without engines: configuration, names, family, figures."""
+"""Parts of the drop-in connectors, without engines: names, families, holds, producers found."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -36,7 +35,6 @@ from kvferry.errors import (
     KvferryError,
     ProtocolError,
 )
-from kvferry.handover.load import Loaded
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket
 from kvferry.net.keys import Key
@@ -69,7 +67,6 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig, host_port
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import FerryStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.producing import PrefillCut, Producing
@@ -531,21 +528,17 @@ class TestBootstrap:
         "body",
         [b"", b"{", b"[]", b'{"dp_rank": 1}', b'{"dp_rank": "x"}', b'{"dp_rank": 1, "\x86": 2}'],
     )
-    def test_bad_registrations_are_answered(self, body: bytes) -> None:
-        bootstrap = Bootstrap(None, 0, None)
+    def test_bad_registrations_are_answered(self, bootstrap: Bootstrap, body: bytes) -> None:
         url = f"http://127.0.0.1:{bootstrap.port}"
-        try:
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                said = body or b" "
-                mac = {MAC: hmac.digest(Key.of(None).derive(PURPOSE), said, "sha256").hex()}
-                asked = urllib.request.Request(f"{url}/register", said, mac)
-                urllib.request.urlopen(asked, timeout=5)
-            assert refused.value.code == 400
-            refused.value.close()
-            with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
-                assert json.load(answer) == {}
-        finally:
-            bootstrap.close()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            said = body or b" "
+            mac = {MAC: hmac.digest(Key.of(None).derive(PURPOSE), said, "sha256").hex()}
+            asked = urllib.request.Request(f"{url}/register", said, mac)
+            urllib.request.urlopen(asked, timeout=5)
+        assert refused.value.code == 400
+        refused.value.close()
+        with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
+            assert set(json.load(answer)) == {"0"}  # the engine's own
 
     @pytest.mark.parametrize(
         "answer", [b"[" * 200_000, b"{", b"null", b"{}" * (1 << 20), b'{"\x86": {}}']
@@ -631,78 +624,3 @@ class TestBootstrap:
         ):
             with pytest.raises(ProtocolError):
                 host_port(bad)
-
-
-class TestStats:
-    def test_over_ranks_and_over_time(self) -> None:
-        ranks = []
-        for rank in range(2):
-            stats = FerryStats()
-            steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
-            stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
-            steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
-            stats.loaded(Loaded("t", "", 100, 3, seconds=steps, pushed=True))
-            stats.loaded(Loaded("s", "closed", kind="StaleTicket"))
-            stats.level(f"0/0.{rank}", claims_parked=rank + 1)
-            taken = stats.take()
-            assert not taken.is_empty() and stats.take().is_empty()
-            ranks.append(FerryStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
-        both = ranks[0].aggregate(ranks[1])
-        assert both.data["claim_seconds"] == [3.0] * 4
-        assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
-        assert both.data["load_failures"] == {"StaleTicket": 2}
-        assert levels(both.data["levels"])["claims_parked"] == 3
-        later = FerryStats()
-        later.level("0/0.1", claims_parked=0)
-        line = both.aggregate(later).reduce()
-        assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
-        assert line["loads"] == 4
-
-    def test_children_of_a_multi_connector_share_metrics(self) -> None:
-        from prometheus_client import Counter, Gauge, Histogram, generate_latest
-
-        transfer = SimpleNamespace(kv_connector_extra_config=None)
-        config = SimpleNamespace(kv_transfer_config=transfer, instance_id="one")
-        values: dict[int, list[object]] = {0: ["m", "0"]}
-        kinds = {c: c for c in (Counter, Gauge, Histogram)}
-        made = [
-            cls.build_prom_metrics(config, kinds, ["model_name", "engine"], values)
-            for cls in (MooncakeConnector, NixlConnector)
-        ]
-        for child, metrics in enumerate(made):
-            stats = FerryStats()
-            stats.level(f"{child}/scheduler", held_blocks=child + 1)
-            metrics.observe(stats.data, 0)
-        text = generate_latest().decode()
-        assert re.search(r"^vllm:kvferry_held_blocks{.*} 3\.0$", text, re.M)
-        exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", text, re.M))
-        dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
-        named = set(re.findall(r"vllm:(?!kvferry_pool_)[a-z_]+", dashboard))
-        assert len(named) >= 14 and named <= exposed, named - exposed
-        assert "vllm:kvferry_requests_computed_here_total" in named
-
-
-def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None:
-    """Also after one that cannot be closed: carriers own threads, ports and registered memory."""
-    from kvferry.vllm.worker import FerryWorker
-
-    closed: list[str] = []
-
-    def part(name: str, *, fails: bool = False) -> Any:
-        def close() -> None:
-            closed.append(name)
-            if fails:
-                raise RuntimeError(f"the {name} does not close")
-
-        return SimpleNamespace(close=close)
-
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="e"), instance_id="i"
-    )
-    worker: Any = FerryWorker(FerryConfig.read({}, "ferry", {}), config, 0, None)
-    worker.ready, worker.producer = part("ready", fails=True), part("producer", fails=True)
-    worker.carriers = [part("tcp"), part("local")]
-    worker._memory, worker._sockets = part("memory"), part("sockets")
-    worker.close()
-    assert closed == ["ready", "producer", "tcp", "local", "memory", "sockets"]
-    assert caplog.text.count("could not be closed") == 2
