@@ -167,6 +167,28 @@ def test_what_need_not_wait_for_the_device_goes_out_at_once(late: bool) -> None:
     made.ready.close()
 
 
+def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """Also after one that cannot be closed: carriers own threads, ports and registered memory."""
+    closed: list[str] = []
+
+    def part(name: str, *, fails: bool = False) -> Any:
+        def close() -> None:
+            closed.append(name)
+            if fails:
+                raise RuntimeError(f"the {name} does not close")
+
+        return Fake(close=close)
+
+    config = Fake(kv_transfer_config=Fake(engine_id="e"), instance_id="i")
+    made: Any = FerryWorker(FerryConfig.read({}, "ferry", {}), config, 0, None)
+    made.ready, made.producer = part("ready", fails=True), part("producer", fails=True)
+    made.carriers = [part("tcp"), part("local")]
+    made._memory, made._sockets = part("memory"), part("sockets")
+    made.close()
+    assert closed == ["ready", "producer", "tcp", "local", "memory", "sockets"]
+    assert caplog.text.count("could not be closed") == 2
+
+
 def test_an_engine_that_ends_gives_its_staging_memory_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

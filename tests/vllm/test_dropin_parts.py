@@ -1,11 +1,10 @@
-"""The parts of the drop-in connectors, without engines: configuration, names, family, figures."""
+"""Parts of the drop-in connectors, without engines: names, families, holds, producers found."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -36,7 +35,6 @@ from kvferry.errors import (
     KvferryError,
     ProtocolError,
 )
-from kvferry.handover.load import Loaded
 from kvferry.handover.producer import Directory
 from kvferry.handover.ticket import Ticket
 from kvferry.net.keys import Key
@@ -69,7 +67,6 @@ from kvferry.vllm.bootstrap import (
 )
 from kvferry.vllm.config import FerryConfig, host_port
 from kvferry.vllm.metadata import HandoverOrders
-from kvferry.vllm.metrics import FerryStats, levels
 from kvferry.vllm.multiconnector import Family, Siblings
 from kvferry.vllm.plugin import NAMES
 from kvferry.vllm.producing import PrefillCut, Producing
@@ -78,49 +75,6 @@ from vllm_pairs import handover_parts, mooncake_decode, push_decode, reaches
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a secret for these tests"
-
-
-class TestConfig:
-    def test_nixl_keys_and_variables(self) -> None:
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3", "KVFERRY_SECRET": SECRET}
-        environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
-        config = FerryConfig.read(
-            {"kv_lease_duration": 17, "backends": ["UCX"], "num_threads": 4},
-            "nixl",
-            environment,
-            rank=3,
-        )
-        assert (config.host, config.port, config.lease_seconds) == ("10.1.2.3", 5603, 17.0)
-        assert config.bootstrap_port == 0
-
-    def test_mooncake_keys_and_variables(self) -> None:
-        config = FerryConfig.read({"mooncake_protocol": "rdma", "device_name": ""}, "mooncake", {})
-        assert (config.bootstrap_port, config.lease_seconds) == (8998, 480.0)
-        environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
-        environment |= {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30"}
-        config = FerryConfig.read({"load_seconds": 5}, "mooncake", environment)
-        assert (config.bootstrap_port, config.lease_seconds, config.load_seconds) == (9001, 30.0, 5)
-
-    @pytest.mark.parametrize(
-        ("style", "extra", "message"),
-        [
-            ("ferry", {"backends": ["UCX"]}, "does not know"),
-            ("mooncake", {"kv_lease_duration": 3}, "does not know"),
-            ("nixl", {"bidirectional_kv_xfer": True}, "not offered"),
-            ("push", {"enforce_handshake_compat": False}, "cannot be switched off"),
-            ("ferry", {"max_held_blocks": -1}, "max_held_blocks"),
-        ],
-    )
-    def test_refused(self, style: Any, extra: dict[str, Any], message: str) -> None:
-        with pytest.raises(DescriptionError, match=message):
-            FerryConfig.read(extra, style, {})
-
-    def test_peers(self) -> None:
-        config = FerryConfig.read({"peers": ["10.0.0.0/8", "p.example", "::1"]}, environment={})
-        admitted = ["10.9.8.7", "p.example", "::1", "[::1]"]
-        assert [config.admits(h) for h in admitted] == [True] * 4
-        assert [config.admits(h) for h in ("11.0.0.1", "q.example", "127.0.0.1")] == [False] * 3
-        assert FerryConfig.read({}, environment={}).admits("anywhere")
 
 
 class TestNames:
@@ -375,6 +329,29 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Rendezvous]]:
+    """Makes a `Rendezvous`, which is closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def made(clock: Any = time.monotonic, **config: Any) -> Rendezvous:
+            sockets = Sockets()
+            stack.callback(sockets.close)
+            rendezvous = Rendezvous(FerryConfig(**config), sockets, clock)
+            stack.callback(rendezvous.close)
+            return rendezvous
+
+        yield made
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[Bootstrap]:
+    made = Bootstrap(None, 0, None)
+    made.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+    yield made
+    made.close()
+
+
 class TestRendezvous:
     def find(self, rendezvous: Rendezvous, place: BootstrapPlace) -> Whereabouts:
         assert reaches(lambda: rendezvous.find(place) is not None, True)
@@ -382,58 +359,45 @@ class TestRendezvous:
         assert found is not None
         return found
 
-    def test_by_bootstrap(self) -> None:
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
-        bootstrap = Bootstrap(None, 0, None)
-        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+    def test_by_bootstrap(self, meet: Callable[..., Rendezvous], bootstrap: Bootstrap) -> None:
+        rendezvous = meet()
         place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
-        try:
-            assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            assert self.find(rendezvous, place).incarnation == "i"  # for a second
-            rendezvous.forget(place)
-            assert self.find(rendezvous, place).incarnation == "j"
-            with pytest.raises(ProtocolError, match="restarted"):
-                self.find(rendezvous, BootstrapPlace("other", place.address, True))
-        finally:
-            rendezvous.close()
-            bootstrap.close()
-            sockets.close()
+        assert self.find(rendezvous, place) == Whereabouts("e", "127.0.0.1", 77, "i")
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+        assert self.find(rendezvous, place).incarnation == "i"  # for a second
+        rendezvous.forget(place)
+        assert self.find(rendezvous, place).incarnation == "j"
+        with pytest.raises(ProtocolError, match="restarted"):
+            self.find(rendezvous, BootstrapPlace("other", place.address, True))
 
-    def test_what_was_answered_is_asked_for_anew(self) -> None:
+    def test_what_was_answered_is_asked_for_anew(
+        self, meet: Callable[..., Rendezvous], bootstrap: Bootstrap
+    ) -> None:
         """So that no request is sent by it to an engine that was reset; the last answer serves
         where none comes, for a while."""
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(bootstrap_seconds=1.0), sockets, clock)
-        bootstrap = Bootstrap(None, 0, None)
-        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "i").entry({}))
+        clock = Clock()
+        rendezvous = meet(clock, bootstrap_seconds=1.0)
         place = BootstrapPlace("e", f"127.0.0.1:{bootstrap.port}", True)
-        try:
-            assert self.find(rendezvous, place).incarnation == "i"
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
-            clock.now += FRESH_SECONDS + 0.1
-            assert rendezvous.find(place) is None  # it is asked for, and the caller does not wait
-            assert self.find(rendezvous, place).incarnation == "j"
-            bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
-            clock.now += FRESH_SECONDS + 0.1
-            with pytest.raises(ProtocolError, match="restarted"):  # it did answer
-                self.find(rendezvous, place)
-            bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
-            assert self.find(rendezvous, place).incarnation == "l"
-            bootstrap.close()
-            clock.now += FRESH_SECONDS + 0.1
-            assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
-            clock.now += KEEP_SECONDS
-            with pytest.raises(KvferryError, match="bootstrap"):
-                self.find(rendezvous, place)
-        finally:
-            rendezvous.close()
-            bootstrap.close()
-            sockets.close()
+        assert self.find(rendezvous, place).incarnation == "i"
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "j").entry({}))
+        clock.now += FRESH_SECONDS + 0.1
+        assert rendezvous.find(place) is None  # it is asked for, and the caller does not wait
+        assert self.find(rendezvous, place).incarnation == "j"
+        bootstrap.put(0, Whereabouts("other", "127.0.0.1", 77, "k").entry({}))
+        clock.now += FRESH_SECONDS + 0.1
+        with pytest.raises(ProtocolError, match="restarted"):  # it did answer
+            self.find(rendezvous, place)
+        bootstrap.put(0, Whereabouts("e", "127.0.0.1", 77, "l").entry({}))
+        assert self.find(rendezvous, place).incarnation == "l"
+        bootstrap.close()
+        clock.now += FRESH_SECONDS + 0.1
+        assert self.find(rendezvous, place).incarnation == "l"  # there is no answer
+        clock.now += KEEP_SECONDS
+        with pytest.raises(KvferryError, match="bootstrap"):
+            self.find(rendezvous, place)
 
     def test_a_bootstrap_that_is_slow_does_not_hold_up_a_request_with_a_known_producer(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         answers, release = iter([0.3, 20.0]), threading.Event()
 
@@ -442,9 +406,8 @@ class TestRendezvous:
             return Whereabouts(engine_id, "127.0.0.1", 77, "i")
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
-        place = BootstrapPlace("e", "127.0.0.1:1", True)
+        clock = Clock()
+        rendezvous, place = meet(clock), BootstrapPlace("e", "127.0.0.1:1", True)
         try:
             assert self.find(rendezvous, place).incarnation == "i"  # however long it took
             clock.now += FRESH_SECONDS + 0.1
@@ -454,12 +417,10 @@ class TestRendezvous:
             assert found is not None and found.incarnation == "i"
         finally:
             release.set()
-            rendezvous.close()
-            sockets.close()
 
     @pytest.mark.parametrize("known", [False, True])
     def test_an_error_that_came_late_is_raised_once(
-        self, known: bool, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], known: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """However long the question took: else those who look now and then ask for ever."""
         answers: list[Any] = [ProtocolError("no bootstrap")]
@@ -479,27 +440,21 @@ class TestRendezvous:
             return found
 
         monkeypatch.setattr(rendezvous_module, "query", slow)
-        clock, sockets = Clock(), Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets, clock)
-        place = BootstrapPlace("e", "127.0.0.1:2", True)
-        try:
-            if known:
-                assert self.find(rendezvous, place).incarnation == "i"
-                clock.now += FRESH_SECONDS + 0.1
+        clock = Clock()
+        rendezvous, place = meet(clock), BootstrapPlace("e", "127.0.0.1:2", True)
+        if known:
+            assert self.find(rendezvous, place).incarnation == "i"
+            clock.now += FRESH_SECONDS + 0.1
+        rendezvous.find(place)
+        assert rendezvous._asked[place].answer.exception(10) is not None
+        with pytest.raises(ProtocolError, match="no bootstrap"):
             rendezvous.find(place)
-            assert rendezvous._asked[place].answer.exception(10) is not None
-            with pytest.raises(ProtocolError, match="no bootstrap"):
-                rendezvous.find(place)
-            assert len(asked) == 1 + known
-        finally:
-            rendezvous.close()
-            sockets.close()
+        assert len(asked) == 1 + known
 
-    def test_by_directory_that_is_still_starting(self) -> None:
-        sockets = Sockets()
+    def test_by_directory_that_is_still_starting(self, meet: Callable[..., Rendezvous]) -> None:
+        sockets, rendezvous = Sockets(), meet()
         directory = Directory(sockets)
         directory.start()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
         place = BootstrapPlace("e", f"127.0.0.1:{directory.port}", False)
         try:
             assert rendezvous.find(place) is None
@@ -509,19 +464,16 @@ class TestRendezvous:
             directory.set_engine(ENGINE, [])
             assert self.find(rendezvous, place).engine_id == "e"
         finally:
-            rendezvous.close()
             directory.close()
             sockets.close()
 
     def test_what_is_asked_after_the_end_opens_nothing(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, meet: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A question that waited for another one to the same address."""
         gate, where = threading.Event(), Whereabouts("e", "127.0.0.1", 77, "i")
         monkeypatch.setattr(rendezvous_module, "query", lambda *_: gate.wait(10) and where)
-        sockets = Sockets()
-        rendezvous = Rendezvous(FerryConfig(), sockets)
-        waits = BootstrapPlace("e", "127.0.0.1:1", False)
+        rendezvous, waits = meet(), BootstrapPlace("e", "127.0.0.1:1", False)
         try:
             rendezvous.introduce(ENGINE)
             assert rendezvous.find(BootstrapPlace("e", waits.address, True)) is None
@@ -532,26 +484,24 @@ class TestRendezvous:
             assert "shutting down" in str(error) and rendezvous._caller is None
         finally:
             gate.set()
-            rendezvous.close()
-            sockets.close()
 
     @pytest.mark.parametrize(
         ("config", "address", "error"),
         [
-            (FerryConfig(), "10.0.0.1:8998", AuthenticationError),  # no secret, another host
-            (FerryConfig(secret=SECRET, peers=("10.0.0.2",)), "10.0.0.1:8998", AuthenticationError),
-            (FerryConfig(), "127.0.0.1:1", HandoverError),  # nobody listens
+            ({}, "10.0.0.1:8998", AuthenticationError),  # no secret, another host
+            ({"secret": SECRET, "peers": ("10.0.0.2",)}, "10.0.0.1:8998", AuthenticationError),
+            ({}, "127.0.0.1:1", HandoverError),  # nobody listens
         ],
     )
-    def test_refused(self, config: FerryConfig, address: str, error: type[Exception]) -> None:
-        sockets = Sockets()
-        rendezvous = Rendezvous(config, sockets)
-        try:
-            with pytest.raises(error):
-                self.find(rendezvous, BootstrapPlace("e", address, True))
-        finally:
-            rendezvous.close()
-            sockets.close()
+    def test_refused(
+        self,
+        meet: Callable[..., Rendezvous],
+        config: dict[str, Any],
+        address: str,
+        error: type[Exception],
+    ) -> None:
+        with pytest.raises(error):
+            self.find(meet(**config), BootstrapPlace("e", address, True))
 
 
 def registered(port: int) -> str | None:
@@ -578,21 +528,17 @@ class TestBootstrap:
         "body",
         [b"", b"{", b"[]", b'{"dp_rank": 1}', b'{"dp_rank": "x"}', b'{"dp_rank": 1, "\x86": 2}'],
     )
-    def test_bad_registrations_are_answered(self, body: bytes) -> None:
-        bootstrap = Bootstrap(None, 0, None)
+    def test_bad_registrations_are_answered(self, bootstrap: Bootstrap, body: bytes) -> None:
         url = f"http://127.0.0.1:{bootstrap.port}"
-        try:
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                said = body or b" "
-                mac = {MAC: hmac.digest(Key.of(None).derive(PURPOSE), said, "sha256").hex()}
-                asked = urllib.request.Request(f"{url}/register", said, mac)
-                urllib.request.urlopen(asked, timeout=5)
-            assert refused.value.code == 400
-            refused.value.close()
-            with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
-                assert json.load(answer) == {}
-        finally:
-            bootstrap.close()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            said = body or b" "
+            mac = {MAC: hmac.digest(Key.of(None).derive(PURPOSE), said, "sha256").hex()}
+            asked = urllib.request.Request(f"{url}/register", said, mac)
+            urllib.request.urlopen(asked, timeout=5)
+        assert refused.value.code == 400
+        refused.value.close()
+        with urllib.request.urlopen(f"{url}/query", timeout=5) as answer:
+            assert set(json.load(answer)) == {"0"}  # the engine's own
 
     @pytest.mark.parametrize(
         "answer", [b"[" * 200_000, b"{", b"null", b"{}" * (1 << 20), b'{"\x86": {}}']
@@ -678,75 +624,3 @@ class TestBootstrap:
         ):
             with pytest.raises(ProtocolError):
                 host_port(bad)
-
-
-class TestStats:
-    def test_over_ranks_and_over_time(self) -> None:
-        ranks = []
-        for rank in range(2):
-            stats = FerryStats()
-            steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
-            stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
-            steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
-            stats.loaded(Loaded("t", "", 100, 3, seconds=steps, pushed=True))
-            stats.loaded(Loaded("s", "closed", kind="StaleTicket"))
-            stats.level(f"0/0.{rank}", claims_parked=rank + 1)
-            taken = stats.take()
-            assert not taken.is_empty() and stats.take().is_empty()
-            ranks.append(FerryStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
-        both = ranks[0].aggregate(ranks[1])
-        assert both.data["claim_seconds"] == [3.0] * 4
-        assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
-        assert both.data["load_failures"] == {"StaleTicket": 2}
-        assert levels(both.data["levels"])["claims_parked"] == 3
-        later = FerryStats()
-        later.level("0/0.1", claims_parked=0)
-        line = both.aggregate(later).reduce()
-        assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
-        assert line["loads"] == 4
-
-    def test_children_of_a_multi_connector_share_metrics(self) -> None:
-        from prometheus_client import Counter, Gauge, Histogram, generate_latest
-
-        transfer = SimpleNamespace(kv_connector_extra_config=None)
-        config = SimpleNamespace(kv_transfer_config=transfer, instance_id="one")
-        values: dict[int, list[object]] = {0: ["m", "0"]}
-        kinds = {c: c for c in (Counter, Gauge, Histogram)}
-        made = [
-            cls.build_prom_metrics(config, kinds, ["model_name", "engine"], values)
-            for cls in (MooncakeConnector, NixlConnector)
-        ]
-        for child, metrics in enumerate(made):
-            stats = FerryStats()
-            stats.level(f"{child}/scheduler", held_blocks=child + 1)
-            metrics.observe(stats.data, 0)
-        text = generate_latest().decode()
-        assert re.search(r"^vllm:kvferry_held_blocks{.*} 3\.0$", text, re.M)
-        exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", text, re.M))
-        dashboard = (ROOT / "dashboards" / "kvferry.json").read_text()
-        named = set(re.findall(r"vllm:(?!kvferry_pool_)[a-z_]+", dashboard))
-        assert len(named) >= 14 and named <= exposed, named - exposed
-        assert "vllm:kvferry_requests_computed_here_total" in named
-
-
-def test_a_worker_closes_all_its_parts(caplog: pytest.LogCaptureFixture) -> None:
-    """Also after one that cannot be closed: carriers own threads, ports and registered memory."""
-    from kvferry.vllm.worker import FerryWorker
-
-    closed: list[str] = []
-
-    def part(name: str, *, fails: bool = False) -> Any:
-        def close() -> None:
-            closed.append(name)
-            if fails:
-                raise RuntimeError(f"the {name} does not close")
-
-        return SimpleNamespace(close=close)
-
-    worker: Any = FerryWorker.__new__(FerryWorker)
-    worker.ready, worker.consumer = part("ready", fails=True), None
-    worker.producer, worker._sockets = part("producer", fails=True), part("sockets")
-    worker.carriers = [part("tcp"), part("local")]
-    worker.close()
-    assert closed == ["ready", "producer", "tcp", "local", "sockets"]
-    assert caplog.text.count("could not be closed") == 2

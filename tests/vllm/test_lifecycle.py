@@ -22,6 +22,8 @@ pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM"
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
 
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
     from modelless import Modelless, child, expected, run
 
 from ipv6 import has_ipv6
@@ -137,6 +139,21 @@ class Device:
 
     def synchronize(self) -> None:
         assert self.idle.wait(30)
+
+
+def test_vllm_counts_hits_by_where_they_come_from(make: Pairs) -> None:
+    p, d = make.pair()
+    ask, told = d.connector.get_external_cache_hit_sources, {}
+    d.connector.get_external_cache_hit_sources = lambda request, count: told.setdefault(
+        request.request_id, ask(request, count)
+    )
+    tokens = prompt(1, 150)
+    d.add("d", tokens, 2, **prefilled(p, "p", tokens))
+    run(p, d, until=lambda: "d" in d.ended)
+    assert told == {"d": {CacheHitSource.P2P: 150}}
+    from_the_pool: Any = SimpleNamespace(request_id="e")  # as no hand-over loads it
+    assert ask(from_the_pool, 16) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 16}
+    assert ask(from_the_pool, 0) == {}
 
 
 def test_a_prompt_is_read_while_its_engine_computes_others(make: Pairs) -> None:

@@ -3,10 +3,12 @@ MultiConnector; no engines here."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -26,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvferry.handover.load import Loaded
 from kvferry.pool.orders import METRICS, PoolCounters, StoreOperation
-from kvferry.vllm.metrics import ComputedHere, FerryStats
+from kvferry.vllm.metrics import ComputedHere, FerryStats, levels
 from vllm_pairs import OURS
 
 QUARANTINE = "vllm:kvferry_pool_blocks_quarantined"
@@ -81,6 +83,47 @@ def multi(*children: tuple[str, dict[str, Any]]) -> Any:
         for name, extra in children
     ]
     return SimpleNamespace(kv_connector_extra_config={"connectors": connectors}, engine_id="e")
+
+
+def test_counts_add_up_over_ranks_and_over_time() -> None:
+    ranks = []
+    for rank in range(2):
+        stats = FerryStats()
+        steps = {"meet": 1.0, "claim": 2.0, "bind": 0.5}
+        stats.loaded(Loaded("r", "", 100, 3, seconds=steps))
+        steps = {"meet": 0.5, "offer": 0.5, "wait": 2.0, "push": 0.25}
+        stats.loaded(Loaded("t", "", 100, 3, seconds=steps, pushed=True))
+        stats.loaded(Loaded("s", "closed", kind="StaleTicket"))
+        stats.level(f"0/0.{rank}", claims_parked=rank + 1)
+        taken = stats.take()
+        assert not taken.is_empty() and stats.take().is_empty()
+        ranks.append(FerryStats(json.loads(json.dumps(taken.data))))  # as vLLM sends them
+    both = ranks[0].aggregate(ranks[1])
+    assert both.data["claim_seconds"] == [3.0] * 4
+    assert both.data["transfer_seconds"] == [0.0, 0.25] * 2  # waiting is no transfer
+    assert both.data["load_failures"] == {"StaleTicket": 2}
+    assert levels(both.data["levels"])["claims_parked"] == 3
+    later = FerryStats()
+    later.level("0/0.1", claims_parked=0)
+    line = both.aggregate(later).reduce()
+    assert line["claims_parked"] == 1 and line["failed: StaleTicket"] == 2
+    assert line["loads"] == 4
+
+
+def test_hand_overs_under_one_multi_connector_share_metrics() -> None:
+    shown = Exposed()
+    metrics = shown.build(MultiConnector, multi(("MooncakeConnector", {}), ("NixlConnector", {})))
+    for held, cls in enumerate((kvferry.vllm.MooncakeConnector, kvferry.vllm.NixlConnector), 1):
+        stats = FerryStats()
+        stats.level(f"{held}/scheduler", held_blocks=held)
+        metrics.observe({cls.__name__: stats.data}, 0)
+    assert shown.values("vllm:kvferry_held_blocks") == {"": 3}
+    text = generate_latest(shown.registry).decode()
+    exposed = set(re.findall(r"^([a-z_:]+?)(?:\{| )", text, re.M))
+    dashboard = (Path(__file__).parents[2] / "dashboards" / "kvferry.json").read_text()
+    named = set(re.findall(r"vllm:(?!kvferry_pool_)[a-z_]+", dashboard))
+    assert len(named) >= 14 and named <= exposed, named - exposed
+    assert "vllm:kvferry_requests_computed_here_total" in named
 
 
 def test_pools_under_one_multi_connector_share_metrics() -> None:

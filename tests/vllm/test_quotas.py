@@ -111,7 +111,7 @@ def test_what_trickles_is_hung_up_on_in_the_end(
 
 
 def test_registrations_are_bounded_and_leave_the_engine_s_own_alone(bootstrap: Bootstrap) -> None:
-    """Without a secret anybody may register; what is kept is bounded by what `query` reads."""
+    """A peer that knows the secret may be faulty. What is kept is bounded by what `query` reads."""
     server = f"{LOOPBACK}:{bootstrap.port}"
     with pytest.raises(HandoverError, match="own rank"):
         register(server, 0, Whereabouts("evil", LOOPBACK, 9, "i").entry({}), None, 5.0)

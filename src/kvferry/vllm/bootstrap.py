@@ -2,8 +2,9 @@
 """How two engines that got a request at the same time find each other, without a ticket.
 
 In Mooncake style, a proxy knows an address for each prefill server. It sends `GET /query` there,
-and gets engine ids by data-parallel rank. It sends one id and the address to the decode engine. The
-decode engine asks the same address for that engine's directory. `Bootstrap` is such a server:
+and gets engine ids by data-parallel rank. It sends one id, the address and a transfer id to the
+decode engine, which asks the same address for that engine's directory. `Bootstrap` is such a
+server:
 
     GET  /query     {"0": {"engine_id": …, "worker_addr": {}, "kvferry": {host, port, incarnation}}}
     POST /register  from data-parallel ranks that have no server of their own; its body is
@@ -12,8 +13,11 @@ decode engine asks the same address for that engine's directory. `Bootstrap` is 
 Any process may connect: the HTTP server bounds the resources that a connection can take. Registered
 entries are bounded by the size that a client reads, and never replace the engine's own entry.
 
-In the style of NixlPushConnector's proxy, the request names the directory itself. On the decode
-engine, `Rendezvous` asks a bootstrap or a directory.
+In the style of NixlPushConnector's proxy, the request names the directory itself, but no
+incarnation. On the decode engine, `Rendezvous` asks the bootstrap or the directory.
+
+An answer becomes an ordinary ticket. Both engines derive the hold's id from the producer's
+incarnation and the name that both have for the request. The digest is of the consumer's own prompt.
 
 An answer is only a hint. The directory that it names must first prove that it knows the secret, and
 with a wrong incarnation every claim is stale.
@@ -163,19 +167,13 @@ def derived_hold(incarnation: str, name: str) -> str:
 
 
 class Rendezvous:
-    """Finds the producer of a request without a ticket, which both engines got at once.
+    """Finds the producer of a request without a ticket.
 
-    A decode request in Mooncake style names a bootstrap address, an engine id and a transfer id. In
-    the style of NixlPushConnector's proxy, it names the engine's directory, but no incarnation. A
-    thread asks. The scheduler looks for the answer whenever vLLM asks about the request, and never
-    waits. An answer serves the requests of the next second. Then a thread asks again, because the
-    engine may have been reset or restarted. If no new answer comes soon, the older one serves.
+    A thread asks. The scheduler looks for the answer whenever vLLM asks about the request, and
+    never waits. An answer serves the requests of the next second. Then a thread asks again, because
+    the engine may have been reset or restarted. If no new answer comes soon, the older one serves.
     Clients name these addresses, and some may be silent: `Meetings` bounds the threads and the time
     that they take.
-
-    An answer becomes an ordinary ticket. Both sides derive the hold's id from the producer's
-    incarnation and the transfer id. The digest is of the consumer's own prompt. Before a load is
-    ordered, `Renewer.arrived` says whether the prefill is done, aborted or not held.
     """
 
     def __init__(
@@ -310,8 +308,8 @@ class Bootstrap:
     """A server for one engine, and for those that register with it."""
 
     def __init__(self, host: str | None, port: int, secret: str | None) -> None:
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._own: set[str] = set()
+        self._entries: dict[str, dict[str, Any]] = {}  # by data-parallel rank
+        self._own = ""  # the rank of this engine
         self._answer = HttpAnswer.of(200, {})  # to a query
         self._lock = threading.Lock()
         key = Key.of(secret)
@@ -336,14 +334,14 @@ class Bootstrap:
     def put(self, dp_rank: int, entry: Mapping[str, Any]) -> None:
         """Set the engine's own entry."""
         with self._lock:
-            self._own.add(str(dp_rank))
-            self._put(str(dp_rank), entry)
+            self._own = str(dp_rank)
+            self._put(self._own, entry)
 
     def _put(self, dp_rank: str, entry: Mapping[str, Any]) -> None:
         """Call it with the lock held."""
         entries = {**self._entries, dp_rank: dict(entry)}
         answer = HttpAnswer.of(200, entries)
-        if len(answer.json) > MOST_ENTRIES and dp_rank not in self._own:
+        if len(answer.json) > MOST_ENTRIES and dp_rank != self._own:
             raise ProtocolError(
                 f"with this registration there would be more than {MOST_ENTRIES} bytes of them"
             )
@@ -374,7 +372,7 @@ class Bootstrap:
             raise ProtocolError(f"a registration names its dp_rank, from 0 to {MOST_RANKS - 1}")
         Whereabouts.read(told, "a registration")
         with self._lock:
-            if str(rank) in self._own:
+            if str(rank) == self._own:
                 raise ProtocolError(f"dp_rank {rank} is the bootstrap's own rank, not another's")
             self._put(str(rank), {k: v for k, v in told.items() if k != "dp_rank"})
 

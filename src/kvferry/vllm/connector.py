@@ -86,12 +86,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     STYLE: ClassVar[Style | None] = "ferry"  # of the hand-over; None: only the pool
     POOL_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     IN_TREE_METRICS: ClassVar[Mapping[str, InTreeMetric]] = {}  # of the in-tree one it replaces
-    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         require_supported_vllm(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups)))
         self.handover: FerryScheduler | None = None
         self.pool: VllmPoolScheduler | None = None
         self.worker: FerryWorker | None = None
@@ -203,7 +201,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.pool.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return self._groups
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids()
@@ -214,6 +212,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.handover.consuming.allocated(request, tables, external)
         if self.pool is not None:
             self.pool.allocated(request, tables, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """For vLLM's metrics. It has no name for a pool, which may be memory, disk or a service."""
+        ours = self.handover is not None and self.handover.consuming.loads(request.request_id)
+        source = CacheHitSource.P2P if ours else CacheHitSource.EXTERNAL_UNSPECIFIED
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -483,7 +489,6 @@ class FerryPoolConnector(FerryConnector):
     """The pool alone: keeps KV blocks by content, for engines of any shape."""
 
     STYLE: ClassVar[Style | None] = None
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 class FerryMooncakeStoreConnector(FerryPoolConnector):
@@ -551,17 +556,21 @@ class FerryScheduler:
         self._renewer = Renewer(self._sockets, interval_seconds=interval)
         self._rendezvous = Rendezvous(config, self._sockets)
         self.consuming = Consuming(parts, self._rendezvous, self._renewer)
+        nixl_fields = {
+            "dcp_size": parallel.decode_context_parallel_size,
+            "transfer_mode": "push" if parts.style == "push" else "pull",
+            # for blocks that a decode engine keeps, which kvferry does not offer
+            "remote_blocks_expiry_time": None,
+        }
         self.producing = Producing(
-            parts, self.engine_id, self._first, self._shape, self._directory.port
+            parts,
+            self.engine_id,
+            self._first,
+            self._shape,
+            self._directory.port,
+            told_too=nixl_fields if parts.style in ROLELESS else {},
+            loads_here=lambda: self.consuming.busy,
         )
-        if parts.style in ("nixl", "push"):
-            self.producing.told_too = {
-                "dcp_size": parallel.decode_context_parallel_size,
-                "transfer_mode": "push" if parts.style == "push" else "pull",
-                # for blocks that a decode engine keeps, which kvferry does not offer
-                "remote_blocks_expiry_time": None,
-            }
-        self.producing.loads_here = lambda: self.consuming.busy
         self._bootstrap: Bootstrap | Registration | None = None
         if (config.bootstrap_port or config.bootstrap_server) and self._produces:
             self._bootstrap = self._open_bootstrap(parallel)

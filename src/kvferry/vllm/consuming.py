@@ -301,6 +301,11 @@ class Consuming:
             )
         )
 
+    def loads(self, request_id: str) -> bool:
+        """Whether this request's prompt is being loaded from another engine."""
+        wanted = self.wanted.get(request_id)
+        return wanted is not None and wanted.loading and not wanted.over
+
     def received(self, request_ids: Iterable[str], failed: Collection[str]) -> None:
         """All workers have ended the loads of these requests, good or failed."""
         for request_id in request_ids:

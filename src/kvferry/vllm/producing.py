@@ -67,8 +67,8 @@ class Producing:
     loads_here: Callable[[], bool] = lambda: False  # whether this engine has requests with tickets
     step: int = 0  # number of the last step that was scheduled
     held: dict[str, frozenset[int]] = field(default_factory=dict)  # blocks, by request
-    _blocks: set[int] = field(default_factory=set)  # of all of them
-    _again: Counter[int] = field(default_factory=Counter)  # how many more hold a block than one
+    _blocks: set[int] = field(default_factory=set)  # of all requests in `held`
+    _again: Counter[int] = field(default_factory=Counter)  # of a block: its holds after the first
     _names: OrderedDict[str, _Named] = field(default_factory=OrderedDict)
     _moved: float = 0.0  # when a hold last came or went
     accepted: dict[str, _Accepted] = field(default_factory=dict)  # by request

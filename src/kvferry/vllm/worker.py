@@ -45,7 +45,6 @@ log = logging.getLogger("kvferry")
 # A step that computes nothing waits until a load ends or a hold closes, at most this long, and
 # leaves the processors to other threads. A new request is delayed by no more than this.
 IDLE_STEP_SECONDS = 0.002
-WORKER_LEVELS = ("claims_parked", "loads_abandoned", "blocks_quarantined")
 
 
 class FerryWorker:
@@ -61,7 +60,8 @@ class FerryWorker:
         self._incarnation = child(incarnation(vllm_config), index)
         self._index, self._siblings = index, siblings
         self._place = CacheRank(Rank(0, 0), 1)
-        self._stats, self._levels = FerryStats(), dict.fromkeys(WORKER_LEVELS, 0)
+        self._stats = FerryStats()
+        self._levels: dict[str, int] = {}  # as they were told last; all are 0 before that
         self._unread: set[str] = set()  # requests that the first replica holds
         self._closed: dict[str, str] = {}  # how holds ended, since the last step
         self._sockets: Sockets | None = None
@@ -94,8 +94,8 @@ class FerryWorker:
     def serve(
         self, place: CacheRank, described: Described, memory: Memory, carriers: Sequence[Carrier]
     ) -> None:
-        """Take part in hand-overs, with a cache that the carriers have registered. `close` closes
-        both."""
+        """Take part in hand-overs. The carriers have registered the cache. `close` closes the
+        memory and the carriers."""
         self._place, self._memory, self.carriers = place, memory, list(carriers)
         self._sockets = Sockets(self.config.secret, self.config.admits)
         layout, bases = described.layout, described.bases
@@ -175,11 +175,13 @@ class FerryWorker:
         def produce(error: str) -> None:
             if orders.incarnation:
                 producer.reset(orders.incarnation)
-            for hold in () if spare else orders.holds:
+            if spare:
+                return
+            for hold in orders.holds:
                 if error:
                     producer.withdraw(hold.hold_id)  # it cannot be read, and is still reported
                 producer.open_hold(hold)
-            for hold_id in () if spare else orders.withdrawals:
+            for hold_id in orders.withdrawals:
                 producer.withdraw(hold_id)
 
         if self._written_late or orders.loads:
@@ -227,10 +229,12 @@ class FerryWorker:
     def take_stats(self) -> FerryStats:
         if self.producer is not None and self.consumer is not None:
             loads = self.consumer.stats()
-            parked = self.producer.parked_claims
-            told = (parked, loads.abandoned_now, loads.quarantined_blocks)
-            levels = dict(zip(WORKER_LEVELS, told, strict=True))
-            if levels != self._levels:
+            levels = {
+                "claims_parked": self.producer.parked_claims,
+                "loads_abandoned": loads.abandoned_now,
+                "blocks_quarantined": loads.quarantined_blocks,
+            }
+            if levels != (self._levels or dict.fromkeys(levels, 0)):
                 self._levels = levels
                 (pp, tp), replica = self._place.rank, self._place.replica
                 reporter = f"{self._index}/{pp}.{tp}" + (f".{replica}" if replica else "")
@@ -243,7 +247,7 @@ class FerryWorker:
 
 
 def close_all(*parts: Any) -> None:
-    """Close those that are not None, in this order, also if one of them fails."""
+    """Close in this order what is not None. If one part fails, the others are closed."""
     for part in parts:
         try:
             if part is not None:
