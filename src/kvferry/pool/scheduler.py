@@ -171,7 +171,7 @@ class PoolScheduler:
         self._orders.saves.clear()
         for job in self._jobs.values():
             job.tag = None  # no request finds these blocks any more
-        self.watch.clear()
+        self.watch.lose_all()
         self._use(replace(self.metadata, epoch=self._epoch))
 
     def block_tokens(self, table: int) -> int:
