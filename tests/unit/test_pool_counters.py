@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from kvferry.pool.cost import Reason
-from kvferry.pool.orders import EVENTS
+from kvferry.pool.orders import METRICS
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = {  # of a store, by what is asked of it
@@ -27,4 +27,5 @@ def test_all_that_is_counted_is_known() -> None:
     }
     named |= {f"{what}_{outcome}" for what, told in OUTCOMES.items() for outcome in told}
     named |= {f"declined_{reason}" for reason in ("short", *get_args(Reason)) if reason}
-    assert named == set(EVENTS) and len(EVENTS) == len(set(EVENTS))
+    events = [event for metric in METRICS.values() for event in metric.events]
+    assert named == set(events) and len(events) == len(set(events))

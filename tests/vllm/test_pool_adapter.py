@@ -339,6 +339,26 @@ def test_no_event_for_blocks_of_replaced_weights(made: tuple[VllmPoolScheduler, 
     assert scheduler.take_events() == [] and +blocks.references == Counter()
 
 
+def test_a_reset_takes_back_what_routers_were_told(
+    made: tuple[VllmPoolScheduler, Blocks],
+) -> None:
+    """vLLM's own event tells only that the engine's cache is empty."""
+    scheduler, _ = made
+    asked = request(40)
+    scheduler.on_new_request(asked)
+    (save,) = scheduler.step(step("r", 0, 40, [5, 7, 9])).saves
+    for _ in range(2):
+        scheduler.reported(FerryReport(saved=[Saved(save.job_id)]), ())
+    (stored,) = scheduler.take_events()
+    assert isinstance(stored, BlockStored) and len(stored.block_hashes) == 2
+    scheduler.pool.reset()
+    assert scheduler.waits_for_a_step
+    (event,) = scheduler.take_events()
+    assert isinstance(event, BlockRemoved) and event.medium == "STORAGE"
+    assert event.block_hashes == stored.block_hashes
+    assert not scheduler.waits_for_a_step and scheduler.take_events() == []
+
+
 def test_an_evicted_block_is_told(
     made: tuple[VllmPoolScheduler, Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

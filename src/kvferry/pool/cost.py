@@ -91,8 +91,6 @@ class StepCost:
         now = self._clock()
         seconds = now - max(sent, self._last_end)
         self._last_end = now
-        if not 0 < seconds < math.inf:  # the clock may have jumped
-            return
         if tokens >= PREFILL_TOKENS * requests:
             self._line.add(tokens, seconds, now)
             same = self._by_size.setdefault(tokens.bit_length(), deque(maxlen=MOST_OF_A_SIZE))

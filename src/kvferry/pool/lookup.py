@@ -467,10 +467,11 @@ class EvictionWatch:
             if len(self._blocks) > MOST_BLOCKS:
                 self._blocks.popitem(last=False)
 
-    def clear(self) -> None:
+    def lose_all(self) -> None:
+        """No engine finds these blocks any more, although the store still has them."""
         with self._lock:
+            self._gone |= dict.fromkeys(self._blocks)
             self._blocks.clear()
-            self._gone.clear()
 
     @property
     def has_gone(self) -> bool:

@@ -174,7 +174,6 @@ METRICS: Mapping[str, PoolMetric] = dict(
         ),
     )
 )
-EVENTS = tuple(event for metric in METRICS.values() for event in metric.events)
 MOST_OPERATIONS = 4096  # kept until they are taken; of more, the oldest are forgotten
 
 

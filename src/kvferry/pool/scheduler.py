@@ -119,6 +119,11 @@ class PoolScheduler:
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
         }
+        self._unit_blocks = sum(
+            self.align_tokens // kind.block_tokens
+            for kind in ours.kinds
+            if kind.residency.kind != "state"
+        )
         self._use(replace(metadata, epoch=self._epoch))
 
     def _use(self, metadata: KeyMetadata) -> None:
@@ -171,7 +176,7 @@ class PoolScheduler:
         self._orders.saves.clear()
         for job in self._jobs.values():
             job.tag = None  # no request finds these blocks any more
-        self.watch.clear()
+        self.watch.lose_all()
         self._use(replace(self.metadata, epoch=self._epoch))
 
     def block_tokens(self, table: int) -> int:
@@ -316,11 +321,8 @@ class PoolScheduler:
         # A draft's last slots are final, and their keys known, some tokens later than the target's.
         stop = self._aligned(max(0, min(final - max(0, ahead - 1), len(tokens) - ahead)))
         start = min(stop, self._aligned(tracker.saved_tokens))
-        chain, kinds, room = tracker.chain, self.layout.kinds, self._room(most)
-        spans = [kind.block_tokens for kind in kinds if kind.residency.kind != "state"]
-        each = sum(self.align_tokens // span for span in spans)
-        units = max(1, room // max(1, each)) if room >= min(each, most) else 0
-        last = start + units * self.align_tokens
+        chain, kinds = tracker.chain, self.layout.kinds
+        last = start + self._units(most) * self.align_tokens
         # The engine offers a state once, so more may be pinned for it, as when a request is over.
         lost = len(states) > max(0, self._room(self.limits.most_pinned_at_end))
         if last < stop or lost:
@@ -340,6 +342,14 @@ class PoolScheduler:
             tracker.saved_tokens = stop
         if blocks:
             self._save(tuple(blocks), tag)
+
+    def _units(self, most: int) -> int:
+        """How many times `align_tokens` tokens may be saved now. If one unit has more than `most`
+        blocks, it is saved when no others are pinned."""
+        room = self._room(most)
+        if room < min(self._unit_blocks, most):
+            return 0
+        return max(1, room // max(1, self._unit_blocks))
 
     def _room(self, most: int) -> int:
         """How many more blocks may be pinned."""

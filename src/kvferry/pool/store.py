@@ -118,8 +118,8 @@ class Fence(Protocol):
         """Wait until the device has passed it. Any thread may call this, any number of times."""
 
     def quiet(self) -> None:
-        """Before work that nothing waits for: wait some milliseconds at most for a moment in which
-        the engine's own thread is ahead of its device."""
+        """Wait until the engine's thread is ahead of its device, some milliseconds at most. Called
+        before work that nothing waits for."""
 
 
 @runtime_checkable

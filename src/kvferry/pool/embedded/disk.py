@@ -87,7 +87,6 @@ class DiskTier:
     ) -> None:
         self._directory, self._index, self._members = directory, index, members
         self._clock, self._calls, self._locked = clock, calls, locked
-        self._made: set[str] = set()
         self._numbers = itertools.count(1)  # `next` is atomic: threads never share a number
         self._walking: threading.Thread | None = None
         self._unread = False  # whether a walk passed over files that it could not read
@@ -104,20 +103,15 @@ class DiskTier:
         target = self.path(name)
         part = self._directory / f"{_TEMPORARY}{self._members.me}-{next(self._numbers)}"
         try:
-            if name[:2] not in self._made:
-                target.parent.mkdir(exist_ok=True, mode=0o700)
-                self._made.add(name[:2])
-            with os.fdopen(create_private(part), "wb", buffering=0) as file:
-                left = image
-                while left:
-                    left = left[file.write(left) or 0 :]
+            target.parent.mkdir(exist_ok=True, mode=0o700)
+            with os.fdopen(create_private(part), "wb") as file:
+                file.write(image)
             if not still():
                 part.unlink()
                 return False
             part.rename(target)
         except OSError as error:
             _log.warning("disk tier: %s could not be written: %s", target, error)
-            self._made.discard(name[:2])  # the folder may be missing
             with contextlib.suppress(OSError):
                 part.unlink()
             return False

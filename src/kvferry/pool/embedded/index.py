@@ -463,16 +463,6 @@ class Locked:
         self._fd = open_private(path)
         _held.add(self)
 
-    def _try(self, kind: int) -> bool:
-        """Whether the whole file could be locked now."""
-        try:
-            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _BUSY:
-                raise
-            return False
-        return True
-
     def _try_byte(self, number: int, kind: int) -> bool:
         """Whether one byte could be locked now. A lock of another kind is replaced in one step."""
         try:
@@ -532,17 +522,20 @@ class SharedLock(Locked):
 
     def _acquire(self, deadline: float) -> None:
         pause = FIRST_PAUSE_S
-        try:
-            while not self._try(fcntl.LOCK_EX):
-                if time.monotonic() > deadline:
-                    raise StoreError(
-                        "the store is busy: another process holds its lock past the deadline "
-                        "(a stopped process? `fuser` on the lock file names it)"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-        except OSError as error:
-            raise StoreError(f"the store's lock cannot be taken: {error}") from error
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in _BUSY:
+                    raise StoreError(f"the store's lock cannot be taken: {error}") from error
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    "the store is busy: another process holds its lock past the deadline "
+                    "(a stopped process? `fuser` on the lock file names it)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
