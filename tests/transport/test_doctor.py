@@ -73,6 +73,8 @@ def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7 without a secret"),
         (("--secret-file", "/no/such/file"), "secret_file /no/such/file cannot be read"),
         (("--peer", "somewhere"), "HOST:PORT"),
+        (("--peer", "localhost:0"), "not 'localhost:0'; the engine's log says"),
+        (("--peer", "localhost:65536"), "not 'localhost:65536'; the engine's log says"),
     ],
 )
 def test_what_engines_refuse_is_refused(arguments: tuple[str, ...], said: str) -> None:

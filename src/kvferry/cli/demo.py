@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from kvferry.cli.console import OUT, Json, err, keep_page, print_json, refusals, require_folder
+from kvferry.cli.console import OUT, Json, err, keep_page, print_json, refusals, require_page
 from kvferry.cli.plan import plan_page
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
@@ -39,7 +39,7 @@ def demo(
     ] = "auto",
     as_json: Json = False,
     html: Annotated[
-        Path, typer.Option(help="Where to draw the plan.", callback=require_folder)
+        Path, typer.Option(help="Where to draw the plan.", callback=require_page)
     ] = OUT / "demo-plan.html",
 ) -> None:
     """Hand requests over between the ranks of two engines on this machine; check every byte."""

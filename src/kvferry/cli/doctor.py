@@ -56,6 +56,7 @@ from kvferry.errors import DescriptionError, KvferryError, PeerLost, install_com
 from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
+from kvferry.units import MOST_PORT
 from kvferry.vllm.config import FerryConfig
 
 State = Literal["ok", "missing", "broken", "info"]
@@ -146,8 +147,11 @@ def opens(settings: FerryConfig, gpu: bool) -> dict[str, str]:
 def doctor(settings: FerryConfig, peer: str | None, as_json: bool) -> int:
     """Print a table of findings, or JSON. Returns the exit status."""
     directory, _, port = (peer or "").rpartition(":")
-    if peer is not None and not (directory and port.isdecimal()):
-        raise DescriptionError(f"--peer is the HOST:PORT of an engine's directory, not {peer!r}")
+    if peer is not None and not (directory and port.isdecimal() and 0 < int(port) <= MOST_PORT):
+        raise DescriptionError(
+            f"--peer is the HOST:PORT of an engine's directory, not {peer!r}; the engine's log "
+            "says `offers its caches at port …`"
+        )
     tried = try_host(settings)
     sections = {
         "installed": [*installed()],
