@@ -19,6 +19,7 @@ from kvferry.units import show_bytes
 if TYPE_CHECKING:
     from kvferry.demo.run import DemoResult
 
+PICTURE = OUT / "demo-plan.html"
 PICTURE_TOKENS = 4096  # of the one request that the picture shows
 
 
@@ -40,7 +41,7 @@ def demo(
     as_json: Json = False,
     html: Annotated[
         Path, typer.Option(help="Where to draw the plan.", callback=require_page)
-    ] = OUT / "demo-plan.html",
+    ] = PICTURE,
 ) -> None:
     """Hand requests over between the ranks of two engines on this machine; check every byte."""
     from kvferry.bench.transport import quiet_libraries
