@@ -125,7 +125,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
     tight = len(head) > 9  # one space between columns, so that they fit a terminal of 80
     made = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=tight)
     for index, title in enumerate(head):
-        made.add_column(title, justify="left" if index < words else "right")
+        number = index >= words  # where room is short, words wrap, and numbers stay whole
+        made.add_column(title, justify="right" if number else "left", no_wrap=number)
     for row in rows:
         made.add_row(*map(escape, row))
     return made

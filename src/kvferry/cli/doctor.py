@@ -405,7 +405,10 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
     try:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
-        advice = "check the directory's port and the secret, and run the same kvferry on both"
+        advice = (
+            "check the directory's port and the secret (--secret-file or KVFERRY_SECRET), and run "
+            "the same kvferry on both"
+        )
         if isinstance(error, PeerLost):
             advice = "is the engine up? Its log says `offers its caches at port …`"
         yield Finding(address, "broken", str(error), advice)
