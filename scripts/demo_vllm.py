@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from kvferry.layout.shape import EngineShape
 from router_process import RouterProcess
 from tiny_models import make_model
-from vllm_engines import Engine
+from vllm_engines import Engine, open_log
 
 PROMPTS = 6
 TOKENS = 12
@@ -102,7 +102,8 @@ def main() -> int:
                 good = compare(f"http://127.0.0.1:{router.port}", prefill)
             finally:
                 router.stop()
-                (options.logs / "router.log").write_text("".join(router.log))
+                with open_log(options.logs / "router.log") as log:
+                    log.write("".join(router.log).encode())
         say("\nthe decode engine's own report:")
         for line in report(decode.log):
             say(f"  {line}")
