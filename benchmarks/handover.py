@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.handover`: real engines, prefill to decode, beside vLLM's own connectors.
 
-For each connector, two engines of vLLM's CPU build (tp 1, equal blocks, which all of them take).
-All are started first; then they hand prompts over one after another, taking turns, so that what the
-machine does besides hits all alike; those whose turn it is not are stopped (SIGSTOP), because some
-have threads that never rest. Compared per request:
+Each connector has two engines of vLLM's CPU build, with tp 1 and equal blocks, which all connectors
+support. All engines are started first. Then the connectors take turns with one prompt each, so that
+other programs slow all of them down alike. Engines that wait for their turn are stopped (SIGSTOP),
+because some have threads that never rest. Compared for each request:
 
     first token   from the prefill engine's answer to the decode engine's first streamed token: the
                   load, and one step
     P, D cpu      processor time of all processes of each engine
 
-and, in rounds of their own in which both engines also decode another request, of all rounds
+Compared in separate rounds, in which both engines also decode another request:
 
-    P, D step     the longest that the connector's calls kept one step of the engine
-    gap           the longest between two tokens of that other request on the decode engine; of all
-                  hand-overs, the median
+    P, D step     the longest time that the connector's calls took of one step of the engine
+    gap           the longest time between two tokens of that other request on the decode engine; of
+                  all hand-overs, the median
 
 Every answer is compared with the prefill engine's own: a connector that is fast and wrong is shown
-as wrong. An engine whose steps are held up by planning needs a long prompt on many layers to show
-it: see stall.py.
+as wrong. Planning holds up an engine's steps noticeably only for long prompts on many layers, which
+stall.py measures.
 """
 
 from __future__ import annotations

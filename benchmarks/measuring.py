@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to measure on a machine that others use too.
 
-Contenders take turns, so that what the machine does besides hits all alike. Medians count. Engines
-whose turn it is not are stopped, because some connectors have threads that never rest. The share of
-the processors that other programs had says how much a figure is worth.
+Contenders take turns, so that other programs slow all of them down alike. A result is a median.
+Engines that wait for their turn are stopped (SIGSTOP), because some connectors have threads that
+never rest. The more processor time other programs had, the less a figure is worth.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.bench.plan import timed as milliseconds
 from vllm_engines import Engine
 
 TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
@@ -28,13 +29,7 @@ Timed = Callable[[], float]  # runs once, and returns the seconds
 
 def median_seconds(task: Callable[[], object], repeats: int = 7) -> float:
     """Median seconds of a task, after one run that warms up."""
-    task()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+    return milliseconds(task, repeats) / 1e3
 
 
 def timed(task: Callable[[], Iterable[object]], wanted: object) -> float:

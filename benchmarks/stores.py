@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups, saves and loads of the pool's stores, beside what is there anyway.
+"""Lookups, saves and loads of the pool's stores, beside LMDB, Mooncake's client and memcpy.
 
-Lookups: how fast the embedded store answers questions with a million objects indexed, beside LMDB.
+Lookups: how fast the embedded store answers while a million objects are indexed.
 
-Bandwidth: objects are `OBJECT_BYTES` long and made of ranges that lie scattered in a buffer larger
-than the caches; saving gathers them, loading scatters them. All contenders take turns in rounds. A
-figure is the best round of each; a ratio is the median over many turns of the two, because on a
-shared machine what happens in one turn happens to both.
+Bandwidth: objects are `OBJECT_BYTES` long. Their ranges lie scattered in a buffer that is larger
+than the processor's caches: a save gathers them, a load scatters them. All contenders take turns in
+rounds. A figure is the best round of each. A ratio is the median over many turns of two contenders,
+because other programs slow both turns down alike.
 
     memcpy          one memmove per range, over the same scatter, from one buffer to the other
     embedded        the embedded store, memory tier: checksums verified on every load
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring import Timed, in_turns, scratch, timed
+from kvferry.bench.transport import seconds_of
 from kvferry.carriers.base import MemoryRegion
 from kvferry.carriers.host import copy_runs
 from kvferry.pool.embedded import index as ix
@@ -118,7 +119,7 @@ def bandwidths(
         stack.callback(embedded.close)
         stack.callback(tiers.close)
         contenders: dict[Contender, Timed] = {
-            ("memcpy", "load"): lambda: _seconds(scatter.memcpy),
+            ("memcpy", "load"): lambda: seconds_of(scatter.memcpy),
             **_of_store("embedded", embedded, scatter),
             **_of_store("embedded disk", tiers, scatter),
             **_lmdb(stack, memory / "lmdb", scatter),
@@ -228,12 +229,6 @@ class _Scatter:
         )
 
 
-def _seconds(task: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    task()
-    return time.perf_counter() - begin
-
-
 def _of_store(name: str, store: Store, scatter: _Scatter) -> dict[Contender, Timed]:
     """Save fresh objects each time, load them."""
     store.register(scatter.regions)
@@ -274,7 +269,7 @@ def _lmdb(
                 value = np.frombuffer(reading.get(b"bench/%d" % n), dtype=np.uint8)
                 copy_runs(int(value.ctypes.data) + scatter.offset, dst, scatter.length)
 
-    return {("lmdb", "save"): lambda: _seconds(save), ("lmdb", "load"): lambda: _seconds(load)}
+    return {("lmdb", "save"): lambda: seconds_of(save), ("lmdb", "load"): lambda: seconds_of(load)}
 
 
 def _mooncake(

@@ -26,18 +26,6 @@ HANDOVER_ALSO = {  # keys that are read beside the dataclass
     "secret_file": "a path",
     "pool": "true, false or an object",
 }
-# Set by kvferry itself, or not written in JSON. `host` and `gpu` follow the engine's.
-NOT_OPTIONS = {
-    "secret",
-    "admits",
-    "host",
-    "gpu",
-    "memory",
-    "limits",
-    "writable",
-    "fabric",
-    "faults",
-}
 WITHOUT_EFFECT = {"VLLM_MOONCAKE_LOAD_RECV_THREADS"}  # that only vLLM's own connector reads
 WHOSE = {
     "nixl": "`NixlConnector`, `NixlPullConnector`, `NixlPushConnector`",
@@ -115,17 +103,14 @@ def their_keys() -> str:
 
 
 def carrier_options() -> str:
-    carriers = import_module("kvferry.carriers.auto").CARRIERS
+    auto = import_module("kvferry.carriers.auto")
     rows = rows_of("carrier-options")
     made = []
     for carrier in dict.fromkeys(row[0] for row in rows):
         name = carrier.strip("`")
-        kind = carriers[name]
-        if isinstance(kind, tuple):
-            kind = getattr(import_module(kind[0]), kind[1])
-        takes = inspect.signature(kind).parameters
+        takes = inspect.signature(auto.carrier_class(name)).parameters
         mine = {row[1].strip("`"): row for row in rows if row[0] == carrier}
-        require_same(name, set(takes) - NOT_OPTIONS, mine)
+        require_same(name, set(takes) - auto.ENGINES_OWN, mine)
         for option, (_, shown, words, sentence) in mine.items():
             made.append((carrier, shown, default(words, takes[option].default), sentence))
     return table(("carrier", "option", "default", ""), made)

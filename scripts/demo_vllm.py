@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from kvferry.layout.shape import EngineShape
+from router_process import RouterProcess
 from tiny_models import make_model
-from vllm_engines import Engine, free_port, open_log
+from vllm_engines import Engine, open_log
 
 PROMPTS = 6
 TOKENS = 12
@@ -95,18 +95,15 @@ def main() -> int:
             )
             prefill.wait_ready()
             decode.wait_ready()
-            port = free_port()
-            command = [sys.executable, "-m", "kvferry", "router", "--port", str(port)]
-            command += ["--prefill", prefill.url, "--decode", decode.url]
             # By load, every prompt is handed over. By cost, an idle decode engine computes it.
-            command += ["--place", "load"]
-            with open_log(options.logs / "router.log") as log:
-                router = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            pair: list[Any] = [prefill, decode]
+            router = RouterProcess(pair, {}, None, more=["--place", "load"])
             try:
-                good = compare(f"http://127.0.0.1:{port}", prefill)
+                good = compare(f"http://127.0.0.1:{router.port}", prefill)
             finally:
-                router.terminate()
-                router.wait(20)
+                router.stop()
+                with open_log(options.logs / "router.log") as log:
+                    log.write("".join(router.log).encode())
         say("\nthe decode engine's own report:")
         for line in report(decode.log):
             say(f"  {line}")
@@ -120,15 +117,6 @@ def main() -> int:
 
 def compare(url: str, alone: Engine) -> int:
     """Send prompts through the router; how many answers equal those of one engine alone."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.3)
     good = 0
     for number in range(PROMPTS):
         tokens = prompt(number)

@@ -4,7 +4,7 @@
 Three kinds of processes: the routers, pinned to one core; an engine that answers after a known time
 (`engine.py`); and this client. The last two share another core, where there is one. Requests come
 as a Poisson process, whether or not earlier ones have been answered, over connections that are
-kept. All cases take turns in one run, so that what the machine does besides hits all alike.
+kept. All cases take turns in one run, so that other programs slow all of them down alike.
 
     engine alone        the client asks the engine
     load                a router with decode engines only: one request, passed on

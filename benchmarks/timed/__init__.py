@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a connector keeps an engine's step: its calls, timed from outside.
 
-`timed(Connector)` is the same connector, whose calls within a step add up in a small file that
-whoever started the engine reads and clears. A step ends with `build_connector_meta` in the
-scheduler's process, and with `clear_connector_metadata` in a worker's; the longest of either is
-kept. Time in which the step waits for the interpreter's lock within such a call
-counts; that is the point. Used by `python -m benchmarks.handover`, alike for every connector.
+`timed(Connector)` is the same connector. It adds up the time of its calls within a step, and keeps
+the longest step in a small file, which the benchmark reads and clears. In the scheduler's process,
+a step ends with `build_connector_meta`; in a worker's, with `clear_connector_metadata`. The time
+includes waiting for the interpreter's lock within a call: other threads of the connector may hold
+it. `python -m benchmarks.handover` measures every connector like this.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from chaos.round import Round
 from chaos.world import LEASE_SECONDS, SHORT_SECONDS
+from p2p_peers import Child
 from waiting import wait_until
 
 
@@ -30,30 +31,24 @@ def kill_consumer(r: Round) -> None:
 def stop_producer(r: Round) -> None:
     """Past the deadline of its loads."""
     r.spoil(lambda f: f.source == r.hit.source, SHORT_SECONDS)
-    r.take_off()
-    r.a_moment()
-    p = r.world.producers[r.hit.source]
-    p.signal(signal.SIGSTOP)
-    time.sleep(SHORT_SECONDS + 0.3)
-    p.signal(signal.SIGCONT)
+    _stop(r, r.world.producers[r.hit.source], SHORT_SECONDS + 0.3)
 
 
 def stop_producer_shortly(r: Round) -> None:
-    r.take_off()
-    r.a_moment()
-    p = r.world.producers[r.hit.source]
-    p.signal(signal.SIGSTOP)
-    time.sleep(r.rng.uniform(0.01, 0.2))
-    p.signal(signal.SIGCONT)
+    _stop(r, r.world.producers[r.hit.source])
 
 
 def stop_consumer(r: Round) -> None:
+    _stop(r, r.world.consumers[r.hit.target])
+
+
+def _stop(r: Round, child: Child, seconds: float = 0.0) -> None:
+    """For a moment, or for so long."""
     r.take_off()
     r.a_moment()
-    d = r.world.consumers[r.hit.target]
-    d.signal(signal.SIGSTOP)
-    time.sleep(r.rng.uniform(0.01, 0.2))
-    d.signal(signal.SIGCONT)
+    child.signal(signal.SIGSTOP)
+    time.sleep(seconds or r.rng.uniform(0.01, 0.2))
+    child.signal(signal.SIGCONT)
 
 
 def stop_consumer_past_the_lease(r: Round) -> None:

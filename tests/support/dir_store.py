@@ -31,10 +31,9 @@ def read_memory(address: int, length: int) -> bytes:
 class DirStore:
     name = "directory"
 
-    def __init__(self, path: str, most_objects: int = 1 << 30) -> None:
+    def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.most_objects = most_objects
         self.regions: list[MemoryRegion] = []
         self.puts = self.gets = 0
 
@@ -89,8 +88,6 @@ class DirStore:
         file = self.file(key)
         if file.exists():
             return Outcome.EXISTS
-        if len(list(self.path.iterdir())) >= self.most_objects:
-            return Outcome.FULL
         self.puts += 1
         temporary = self.path.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         temporary.write_bytes(hashlib.sha256(value).digest()[:DIGEST] + value)

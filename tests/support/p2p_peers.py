@@ -58,6 +58,9 @@ from kvferry.net.rpc import Sockets
 from waiting import PATIENCE_SECONDS, wait_until
 
 LOOPBACK = "127.0.0.1"
+SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
+SILENT_SECONDS = 0.3  # the same, where no peer has to do anything before it
+SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
 QUIET = "KVFERRY_PEERS_QUIET"  # set: peers in processes of their own do not log
 
 _kv = tuple(Component(name, 12, (16,), 2, content="bf16") for name in ("k", "v"))
@@ -194,15 +197,23 @@ class Spec:
         return EngineShape.parse(self.shape)
 
 
-class GatedCarrier:
-    """A real carrier whose transfers, after the first few, wait until the gate is open."""
+class WrappedCarrier:
+    """A real carrier, some of whose calls a test changes."""
 
-    def __init__(self, carrier: Any, after: int) -> None:
-        self._carrier, self._left = carrier, after
-        self.gate, self.reached = threading.Event(), threading.Event()
+    def __init__(self, carrier: Any) -> None:
+        self._carrier = carrier
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._carrier, name)
+
+
+class GatedCarrier(WrappedCarrier):
+    """Transfers, after the first few, wait until the gate is open."""
+
+    def __init__(self, carrier: Any, after: int) -> None:
+        super().__init__(carrier)
+        self._left = after
+        self.gate, self.reached = threading.Event(), threading.Event()
 
     def read(self, peer: Any, copies: Any) -> Any:
         self._pass()
@@ -696,6 +707,11 @@ def said(loaded: Loaded) -> str:
     """The class of a load's error, and its message; empty if the load is good."""
     assert not loaded.error.startswith(loaded.kind or " "), "the class leads the message"
     return f"{loaded.kind}: {loaded.error}" if loaded.error else ""
+
+
+def error_of(loaded: Sequence[Loaded]) -> str:
+    """Of all ranks; empty if all loads are good."""
+    return " / ".join(filter(None, map(said, loaded)))
 
 
 def _serve(kind: str, arguments: tuple[Any, ...], pipe: Connection) -> None:

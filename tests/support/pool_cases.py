@@ -63,6 +63,44 @@ def pool_case(seed: int, index: int, *, both_whole: bool = False) -> CaseDict | 
     return case
 
 
+def plain_shape(**fields: object) -> dict[str, object]:
+    """An engine of one rank as cases describe it, but for `fields`."""
+    return {
+        "tp": 1,
+        "pp": 1,
+        "stages": [],
+        "dcp": 1,
+        "interleave": 1,
+        "role_tp": {},
+        "block_size": 2,
+        "block_size_of": {},
+        "kernel_block_size": 0,
+        "kernel_block_size_of": {},
+        "order": "LBHNC",
+        "interior": "joined",
+        "interior_of": {},
+        "conv_order": "DS",
+        "page_align": 1,
+        "overlay": False,
+        "full_residency": False,
+        "null_block": 0,
+    } | fields
+
+
+def plain_group(name: str, role: str, components: list[dict[str, object]]) -> dict[str, object]:
+    """One layer with full attention, as cases describe it."""
+    return {
+        "name": name,
+        "role": role,
+        "layers": [0],
+        "components": components,
+        "residency": {"kind": "full", "span": 0},
+        "tokens_per_entry": 1,
+        "partial_entries": False,
+        "context_parallel": True,
+    }
+
+
 def layouts(case: CaseDict, name: str) -> dict[Rank, RankLayout]:
     side: Any = case[name]  # type: ignore[literal-required]
     model, shape = build_model(case["model"], side), build_shape(side)

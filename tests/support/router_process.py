@@ -361,6 +361,12 @@ def router_process(
             thread.join(10)
 
 
+def refuses(port: int) -> bool:
+    """Whether nothing listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 def post(body: bytes, length: int | None = None, path: str = "/v1/completions") -> bytes:
     """A request's bytes; `length`: the Content-Length that it claims."""
     length = len(body) if length is None else length

@@ -55,7 +55,7 @@ def make_model(folder: Path, config: dict[str, Any] | None = None, seed: int = 0
     return folder
 
 
-def make_eagle(folder: Path, seed: int = 1) -> Path:
+def make_eagle(folder: Path) -> Path:
     """Write an Eagle draft of one layer for the model that `make_model` writes by default."""
     import torch
     from safetensors.torch import save_file
@@ -63,7 +63,7 @@ def make_eagle(folder: Path, seed: int = 1) -> Path:
     config = llama_config(num_hidden_layers=1)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     width, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]

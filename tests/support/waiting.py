@@ -8,6 +8,11 @@ from collections.abc import Callable
 PATIENCE_SECONDS = 30.0  # generous: the machine may be busy
 
 
+def soon(seconds: float = PATIENCE_SECONDS) -> float:
+    """The deadline of what should end long before."""
+    return time.monotonic() + seconds
+
+
 def wait_until(
     condition: Callable[[], object],
     seconds: float = PATIENCE_SECONDS,

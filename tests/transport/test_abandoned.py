@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.carriers import TransferState
 from kvferry.errors import Cancelled, DeadlineExceeded
-from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, consumer
+from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, WrappedCarrier, consumer
 from waiting import require_for, wait_until
 
 PROMPT = Prompt(1, 100)
@@ -34,15 +34,12 @@ class StuckTransfer:
             raise DeadlineExceeded("the library has no way to end it")
 
 
-class StuckCarrier:
+class StuckCarrier(WrappedCarrier):
     """A backend that has taken a batch and does not return."""
 
     def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
+        super().__init__(carrier)
         self.released, self.asked = threading.Event(), threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
 
     def read(self, peer: Any, copies: Any) -> StuckTransfer:
         self.asked.set()

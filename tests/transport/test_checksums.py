@@ -7,7 +7,6 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -25,7 +24,7 @@ from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest
 from kvferry.handover.holds import Closed
 from kvferry.net.messages import VERSION, Refused, Sum, Summed, Text
 from kvferry.net.rpc import Caller
-from p2p_peers import LOOPBACK, Consumer, Producer, Prompt, Spec, consumer, producer
+from p2p_peers import LOOPBACK, Prompt, Spec, consumer, producer, side_by_side
 from waiting import wait_until
 
 PROMPT = Prompt(1, 200)
@@ -33,19 +32,9 @@ SOURCE = Spec("p", "tp=2,block=16", carrier="null")
 SINK = Spec("d", "tp=1,block=16", carrier="null", checksums=True)
 
 
-@contextlib.contextmanager
-def both(source: Spec, sink: Spec) -> Iterator[tuple[Producer, Consumer]]:
-    made = Producer(source)
-    try:
-        with consumer(sink, source, alone=False) as user:
-            yield made, user
-    finally:
-        made.close()
-
-
 @pytest.mark.parametrize("copy", [1, 5, None])
 def test_a_bit_that_flips_fails_the_load(copy: int | None) -> None:
-    with both(SOURCE, SINK) as (source, sink):
+    with side_by_side(SOURCE, target=SINK) as (source, sink):
         sink.racks[0].carrier.faults = Faults(corrupt_at=copy)
         source.fill(PROMPT)
         source.open(PROMPT)
@@ -77,7 +66,7 @@ def test_the_quickest_that_both_ends_have(mixes: tuple[bool, bool]) -> None:
     expected = "mix128" if all(mixes) else "xxh3"
     theirs, ours = (replace(one, mixes=it) for one, it in zip((SOURCE, SINK), mixes, strict=True))
     for flipped in (None, 5):
-        with both(theirs, ours) as (source, sink):
+        with side_by_side(theirs, target=ours) as (source, sink):
             sink.racks[0].carrier.faults = Faults(corrupt_at=flipped)
             source.fill(PROMPT)
             source.open(PROMPT)
@@ -88,7 +77,7 @@ def test_the_quickest_that_both_ends_have(mixes: tuple[bool, bool]) -> None:
 
 def test_without_checksums_the_same_bit_goes_unseen() -> None:
     """What they are for; and that the tests above flip a bit that matters."""
-    with both(SOURCE, replace(SINK, checksums=False)) as (source, sink):
+    with side_by_side(SOURCE, target=replace(SINK, checksums=False)) as (source, sink):
         sink.racks[0].carrier.faults = Faults(corrupt_at=5)
         source.fill(PROMPT)
         source.open(PROMPT)
@@ -161,7 +150,7 @@ def test_a_byte_flipped_in_flight(checksums: bool) -> None:
 
 
 def test_what_a_source_refuses_to_digest() -> None:
-    with both(SOURCE, SINK) as (source, sink):
+    with side_by_side(SOURCE, target=SINK) as (source, sink):
         source.fill(PROMPT)
         source.open(PROMPT)
         caller = Caller(sink.sockets)

@@ -176,7 +176,8 @@ def test_command(tmp_path: Path) -> None:
     assert "every byte" in shown.stdout
     assert f"picture: {picture}" in shown.stderr
     assert "<html" in picture.read_text()
-    shown = CliRunner().invoke(app, ["demo", *options, "--html", str(tmp_path)])
+    unwritable = str(tmp_path / ("x" * 300))
+    shown = CliRunner().invoke(app, ["demo", *options, "--html", unwritable])
     assert shown.exit_code == 2 and "every byte" in shown.stdout
     assert "name another file with --html" in shown.stderr
 

@@ -43,9 +43,9 @@ def test_this_host() -> None:
 
 
 def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, found = examine("--carriers", "tcp, cuda", "--options", '{"tcp": {"prot": 1}}')
+    code, found = examine("--carriers", "tcp, cuda", "--options", '{"tcp": {"port": -1}}')
     assert code == 1
-    assert "has no option prot" in found["tcp"]["found"]
+    assert "a port to listen on is" in found["tcp"]["found"]
     if found["CUDA"]["state"] != "ok":
         assert found["cuda"]["state"] == "broken"
         assert found["cuda"]["found"] == found["CUDA"]["found"]
@@ -65,6 +65,10 @@ def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--options", '{"nixl": 3}'), "a mapping of mappings"),
         (("--options", '{"pigeon": {}}'), "no such carriers"),
         (
+            ("--options", '{"tcp": {"prot": 1}}'),
+            "the carrier 'tcp' has no option prot; it has port, advertise, streams_per_transfer",
+        ),
+        (
             ("--carriers", "tcp", "--options", '{"nixl": {}}'),
             "carrier_options are for ['nixl'], but carriers are ['tcp']",
         ),
@@ -73,6 +77,8 @@ def test_what_was_configured_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--host", "203.0.113.7"), "cannot listen on 203.0.113.7 without a secret"),
         (("--secret-file", "/no/such/file"), "secret_file /no/such/file cannot be read"),
         (("--peer", "somewhere"), "HOST:PORT"),
+        (("--peer", "localhost:0"), "not 'localhost:0'; the engine's log says"),
+        (("--peer", "localhost:65536"), "not 'localhost:65536'; the engine's log says"),
     ],
 )
 def test_what_engines_refuse_is_refused(arguments: tuple[str, ...], said: str) -> None:

@@ -24,12 +24,9 @@ from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.arena import Arena
 from kvferry.pool.store import Outcome
 from pool_peers import MEMORY, Peer
+from waiting import soon
 
 PAGE = arena.ALIGN
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 @pytest.fixture

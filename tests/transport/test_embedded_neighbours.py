@@ -23,12 +23,9 @@ from kvferry.pool.embedded.disk import DiskTier
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome
 from pool_peers import DISK, MEMORY, ROOM, Peer, content
+from waiting import soon
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def soon() -> float:
-    return time.monotonic() + 30
 
 
 def filled(place: Path) -> Peer:

@@ -19,16 +19,12 @@ from kvferry.pool.embedded import arena, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.store import Outcome, Slices
 from pool_peers import ROOM, Peer
-from waiting import wait_until
+from waiting import soon, wait_until
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 PART, PARTS = 100_000, 5  # so that chunks of 256 KiB end inside parts
 WHOLE = PART * PARTS
 DATA = np.random.default_rng(5).integers(0, 256, WHOLE, dtype=np.uint8)
-
-
-def soon(seconds: float = 30.0) -> float:
-    return time.monotonic() + seconds
 
 
 @pytest.fixture

@@ -25,15 +25,11 @@ from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
 from pool_peers import DISK, MEMORY, OBJECTS, ROOM, Peer, content, in_pieces, tiers_of
-from waiting import wait_until
+from waiting import soon, wait_until
 
 PEER = Path(__file__).parents[1] / "support" / "pool_peers.py"
 KILLS = 60
 SEED = int(os.environ.get("KVFERRY_SEED", "20261115"))  # the same seed kills after the same times
-
-
-def soon() -> float:
-    return time.monotonic() + 30
 
 
 @pytest.fixture

@@ -31,14 +31,10 @@ from kvferry.pool.embedded.eviction import Tiers
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
 from pool_peers import Peer, in_pieces, tiers_of
-from waiting import wait_until
+from waiting import soon, wait_until
 
 SUPPORT = Path(__file__).parents[1] / "support"
 OBJECT = 100_000
-
-
-def soon(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 def content(key: str, size: int) -> np.ndarray:

@@ -39,22 +39,23 @@ from kvferry.handover.load import Loaded
 from kvferry.handover.ticket import Ticket
 from p2p_peers import (
     PATIENCE_SECONDS,
+    SHORT_SECONDS,
+    SILENT_SECONDS,
+    SLACK_SECONDS,
     Child,
     Consumer,
     Prompt,
     Spec,
+    WrappedCarrier,
     consumer,
+    error_of,
     make_ticket,
     producer,
-    said,
     start_and_hold,
 )
 from vllm_engines import free_port
 from waiting import wait_until
 
-SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
-SILENT_SECONDS = 0.3  # the same, where no peer has to do anything before it
-SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
 LEASE_SECONDS = 1.0
 MOST_GROWTH_BYTES = 16 << 20
 WARM = Prompt(90, 30, src_first=60, dst_first=60)  # the last blocks
@@ -84,10 +85,6 @@ def way(request: pytest.FixtureRequest) -> Way:
         Spec("p", "tp=2,block=16", carrier=carrier),
         Spec("d", "tp=1,block=24", carrier=carrier, mode=mode),
     )
-
-
-def error_of(loaded: list[Loaded]) -> str:
-    return " / ".join(map(said, loaded))
 
 
 def require_ok(loaded: list[Loaded]) -> None:
@@ -440,14 +437,8 @@ def test_peers_that_are_refused_leave_nothing(way: Way, case: str) -> None:
 # --- damaged bytes -------------------------------------------------------------------------------
 
 
-class Damaging:
+class Damaging(WrappedCarrier):
     """A carrier on whose way one bit of each transfer flips, after it was checked by others."""
-
-    def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
 
     def read(self, peer: Any, copies: Any) -> Any:
         transfer = self._carrier.read(peer, copies)

@@ -105,9 +105,9 @@ def forking(told: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()  # its child ends with its input
 
 
-def said(process: subprocess.Popen[str], word: str = "\n") -> str:
+def said(process: subprocess.Popen[str]) -> str:
     assert process.stdin and process.stdout
-    process.stdin.write(word)
+    process.stdin.write("\n")
     process.stdin.flush()
     return process.stdout.readline()
 

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from kvferry.handover import peers, push
-from p2p_peers import PATIENCE_SECONDS, Consumer, Producer, Prompt, Spec, hold, side_by_side
+from p2p_peers import (
+    PATIENCE_SECONDS,
+    Consumer,
+    Producer,
+    Prompt,
+    Spec,
+    WrappedCarrier,
+    hold,
+    side_by_side,
+)
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
@@ -77,16 +86,13 @@ def test_an_engine_that_is_being_loaded_from_is_kept(monkeypatch: pytest.MonkeyP
 # --- a producer's targets ------------------------------------------------------------------------
 
 
-class Leaving:
+class Leaving(WrappedCarrier):
     """A real carrier that tells who ends connections, and takes its time to."""
 
     def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
+        super().__init__(carrier)
         self.threads: list[str] = []
         self.may_leave = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
 
     def disconnect(self, peer: Any) -> None:
         self.threads.append(threading.current_thread().name)

@@ -20,6 +20,9 @@ from kvferry.plan import plan_pair
 from p2p_peers import (
     MODELS,
     PATIENCE_SECONDS,
+    SHORT_SECONDS,
+    SILENT_SECONDS,
+    SLACK_SECONDS,
     Child,
     Consumer,
     Prompt,
@@ -34,9 +37,6 @@ from vllm_engines import free_port
 from waiting import require_for, wait_until
 
 Mode = Literal["pull", "push"]
-SHORT_SECONDS = 1.5  # a load's deadline, where it is to run out
-SILENT_SECONDS = 0.3  # the same, where no peer has to do anything before it
-SLACK_SECONDS = 15.0  # the machine may be busy; without it, all ends within milliseconds
 
 P = Spec("p", "tp=2,block=16")
 D = Spec("d", "tp=1,block=24")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvferry.pool.store import Bools, Outcome, Slices
 from kvferry.pool.wrappers import HEADER_BYTES, CheckedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
+from waiting import soon
 
 
 class PlainStore:
@@ -82,10 +82,6 @@ class PlainStore:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def soon() -> float:
-    return time.monotonic() + 10
 
 
 def test_every_byte_of_every_shape() -> None:

@@ -22,6 +22,7 @@ from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
 from kvferry.verify.oracle import Oracle
 from pool_engine import SmallEngine
+from waiting import soon
 
 FAR = 1 << 60  # device addresses are host addresses plus this
 
@@ -104,10 +105,6 @@ class Far:
         cuts = np.linspace(0, size, 4).astype(np.int64)
         offset, length = cuts[:-1][::-1].copy(), np.diff(cuts)[::-1].copy()
         return Slices(offset, self.base + at + offset, length)
-
-
-def soon() -> float:
-    return time.monotonic() + 5
 
 
 @pytest.fixture

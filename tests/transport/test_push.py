@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,18 @@ from kvferry.demo.cache import CANARY
 from kvferry.errors import DeadlineExceeded, PeerLost
 from kvferry.handover import push
 from kvferry.handover.deadline import end_transfers
-from kvferry.handover.load import Loaded
-from kvferry.handover.ticket import Ticket
 from kvferry.net.messages import Offer
 from kvferry.plan import Copies
-from p2p_peers import Consumer, Producer, Prompt, Spec, said
+from p2p_peers import (
+    Consumer,
+    Producer,
+    Prompt,
+    Spec,
+    WrappedCarrier,
+    error_of,
+    hold,
+    side_by_side,
+)
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")
@@ -34,35 +42,16 @@ PROMPT = Prompt(1, 100)
 WAITED_SECONDS = 0.2
 
 
-@contextlib.contextmanager
-def peers(source: Spec = P, target: Spec = D) -> Iterator[tuple[Producer, Consumer]]:
-    p = Producer(source)
-    d = Consumer(target, source)
-    try:
-        yield p, d
-    finally:
-        d.close()
-        p.close()
+def peers(source: Spec = P, target: Spec = D) -> AbstractContextManager[Any]:
+    return side_by_side(source, target=target)
 
 
-def hold(p: Producer, prompt: Prompt = PROMPT) -> Ticket:
-    p.fill(prompt)
-    p.open(prompt)
-    return p.ticket(prompt)
-
-
-def error_of(loaded: list[Loaded]) -> str:
-    return " / ".join(map(said, loaded))
-
-
-class Crooked:
+class Crooked(WrappedCarrier):
     """A carrier that writes something else than it is told."""
 
     def __init__(self, carrier: Any, bend: Any) -> None:
-        self._carrier, self._bend = carrier, bend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        super().__init__(carrier)
+        self._bend = bend
 
     def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
         return self._carrier.write_granted(peer, self._bend(copies), grant)
@@ -91,7 +80,7 @@ def bend(p: Producer, how: Any) -> None:
 def test_a_source_that_writes_something_else_is_not_believed(how: Any, words: str) -> None:
     with peers() as (p, d):
         bend(p, how)
-        assert words in error_of(d.load(hold(p), PROMPT))
+        assert words in error_of(d.load(hold(p, PROMPT), PROMPT))
         assert d.wrong_bytes(PROMPT) > 0
         # whatever it wrote lies in blocks of that request
         free = np.setdiff1d(np.arange(D.blocks), PROMPT.tables(D, PROMPT.dst_first, P)[0])
@@ -99,16 +88,13 @@ def test_a_source_that_writes_something_else_is_not_believed(how: Any, words: st
         assert d.census()["grants"] == 0
 
 
-class Counting:
+class Counting(WrappedCarrier):
     """Counts the transfers that are under way when another one is posted."""
 
     def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
+        super().__init__(carrier)
         self.made: list[Any] = []
         self.most = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
 
     def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
         under_way = sum(one.poll() is TransferState.RUNNING for one in self.made)
@@ -122,7 +108,7 @@ def test_a_long_write_is_posted_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(push, "SLICE_DESCRIPTORS", 2)
     with peers() as (p, d):
         carriers = p.wrap_carriers(Counting)
-        assert error_of(d.load(hold(p), PROMPT)) == ""
+        assert error_of(d.load(hold(p, PROMPT), PROMPT)) == ""
         assert d.wrong_bytes(PROMPT) == 0
         for carrier in carriers:
             assert len(carrier.made) > 10 and carrier.most <= push.FLYING
@@ -138,14 +124,14 @@ def test_a_hold_that_closes_during_the_write_is_the_answer() -> None:
             return copies
 
         bend(p, withdraw)
-        ticket = hold(p)
+        ticket = hold(p, PROMPT)
         error = error_of(d.load(ticket, PROMPT))
         assert "StaleTicket" in error and "the hold is closed (withdrawn)" in error
 
 
 def test_a_source_that_cannot_write_is_read() -> None:
     with peers(replace(P, writes=False)) as (p, d):
-        loaded = d.load(hold(p), PROMPT)
+        loaded = d.load(hold(p, PROMPT), PROMPT)
         assert error_of(loaded) == ""
         assert not loaded[0].pushed
         assert d.wrong_bytes(PROMPT) == 0
@@ -157,7 +143,7 @@ def test_a_source_that_does_not_reach_us_is_read() -> None:
     with peers() as (p, d):
         for rack in p.racks:
             rack.carrier.connect = _refuse
-        loaded = d.load(hold(p), PROMPT)
+        loaded = d.load(hold(p, PROMPT), PROMPT)
         assert error_of(loaded) == ""
         assert not loaded[0].pushed
         assert d.wrong_bytes(PROMPT) == 0
@@ -173,7 +159,9 @@ def test_an_engine_that_answers_no_offer_is_met_again(monkeypatch: pytest.Monkey
             return Future() if isinstance(body, Offer) else real(address, body, deadline)
 
         monkeypatch.setattr(caller, "call", call)
-        assert "DeadlineExceeded" in error_of(d.load(hold(p), PROMPT, seconds=WAITED_SECONDS))
+        assert "DeadlineExceeded" in error_of(
+            d.load(hold(p, PROMPT), PROMPT, seconds=WAITED_SECONDS)
+        )
         wait_until(lambda: not d.known().engines)
         monkeypatch.undo()
         again = replace(PROMPT, number=2)
@@ -198,7 +186,7 @@ def test_an_offer_that_waited_for_the_prefill_leaves_time_to_read(
         load = d.start(p.ticket(PROMPT), PROMPT, seconds=seconds)
         wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(max(0.0, begun + seconds / 2 + 0.1 - time.monotonic()))
-        hold(p)
+        hold(p, PROMPT)
         (loaded,) = d.wait(load)[0]
         assert len(ends) == len(p.ranks) and max(ends) < begun + seconds
         assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPT) == 0
@@ -223,7 +211,7 @@ def test_a_source_that_forgot_us_is_told_again() -> None:
 
 def test_a_restarted_consumer_voids_what_was_known_of_it() -> None:
     with peers() as (p, d):
-        assert error_of(d.load(hold(p), PROMPT)) == ""
+        assert error_of(d.load(hold(p, PROMPT), PROMPT)) == ""
         again = Consumer(replace(D, incarnation="second"), P)
         try:
             prompt = Prompt(2, 100)
@@ -241,7 +229,7 @@ def test_waiting_for_the_prefill_is_not_transferring() -> None:
         load = d.start(p.ticket(PROMPT), PROMPT)
         wait_until(lambda: p.parked() == len(p.ranks))
         time.sleep(WAITED_SECONDS)
-        hold(p)
+        hold(p, PROMPT)
         (loaded,) = d.wait(load)[0]
         assert loaded.ok and loaded.pushed and d.wrong_bytes(PROMPT) == 0
         assert loaded.seconds["wait"] >= WAITED_SECONDS

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router_process import HELD_EVENTS, RouterProcess, router_process
+from router_process import HELD_EVENTS, RouterProcess, refuses, router_process
 from waiting import wait_until
 
 LIMITS = {"drain_seconds": 60.0, "probe_every_seconds": 0.1}
@@ -190,12 +190,7 @@ def test_an_idle_connection_is_answered_while_the_router_drains() -> None:
     with router_process(LIMITS) as router, httpx.Client(trust_env=False, timeout=20) as client:
         assert client.post(url(router), json={"prompt": "x"}).is_success
         router.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: _refused(router.port))
+        wait_until(lambda: refuses(router.port))
         last = client.post(url(router), json={"prompt": "x"})
         assert last.is_success and last.headers["connection"] == "close"
         assert router.process.wait(20) == -signal.SIGTERM  # drained
-
-
-def _refused(port: int) -> bool:
-    with closing(socket.socket()) as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0

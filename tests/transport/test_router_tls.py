@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import time
 import warnings
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from kvferry.router.api import Limits
 from kvferry.router.app import connections_of
-from router_process import HELD_EVENTS, RouterProcess, router_process
+from router_process import HELD_EVENTS, RouterProcess, refuses, router_process
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -123,7 +123,7 @@ def test_a_connection_that_opens_while_the_router_drains_gets_one_answer(
             events = held.iter_bytes()
             next(events)
             router.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: _refused(router.port))
+            wait_until(lambda: refuses(router.port))
             with identity.trusted().wrap_socket(late, server_hostname="127.0.0.1") as secure:
                 secure.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 answer = b"".join(iter(lambda: secure.recv(1 << 16), b""))
@@ -132,11 +132,6 @@ def test_a_connection_that_opens_while_the_router_drains_gets_one_answer(
             router.decode.go_on.set()
             assert b"".join(events).endswith(HELD_EVENTS[-1])
         assert router.process.wait(20) == -signal.SIGTERM  # drained
-
-
-def _refused(port: int) -> bool:
-    with closing(socket.socket()) as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_engines_by_https(identity: Identity) -> None:

@@ -31,7 +31,7 @@ from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import StagedStore
 from pool_peers import tiers_of
-from waiting import require_for, wait_until
+from waiting import require_for, soon, wait_until
 
 Lane = buses._Lane
 
@@ -45,10 +45,6 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(device, "PIN_AFTER_SECONDS", 0.0)
     yield found
     wait_until(lambda: not (found.live or host_device.made or found.registered))
-
-
-def soon() -> float:
-    return time.monotonic() + 30
 
 
 def some_objects(

@@ -94,6 +94,16 @@ def test_mistakes_survive_a_way_between_processes() -> None:
     ("name", "extra", "said"),
     [
         ("FerryConnector", {"pool": 7}, "`pool` in kv_connector_extra_config is true, false or"),
+        (
+            "FerryConnector",
+            {"carrier_options": {"tcp": {"prot": 1}}},
+            "the carrier 'tcp' has no option prot; it has port, advertise, streams_per_transfer",
+        ),
+        (
+            "FerryConnector",
+            {"carrier_options": {"mooncake": {"protocl": "rdma", "patience_seconds": 3}}},
+            "the carrier 'mooncake' has no option protocl; it has protocol, device, workers",
+        ),
         ("FerryConnector", {"pool": {"size": "x"}}, "size must be a size such as 80GB"),
         ("FerryPoolConnector", {"store": "embeded"}, "store is 'embedded', 'mooncake' or"),
         ("FerryPoolConnector", {"store": "nosuch:thing"}, "cannot be imported"),

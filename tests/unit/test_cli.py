@@ -51,6 +51,22 @@ def test_only_the_folder_of_the_default_is_made(
     assert {file.name for file in tmp_path.iterdir()} == {"out", "plan.html"}
 
 
+def test_large_numbers_stay_whole_on_a_narrow_terminal() -> None:
+    words = ["plan", "--from", "tp=4", "--to", "tp=8", "--tokens", "100000000"]
+    result = runner.invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0 and result.stdout.count("  500,000,000  500,000,000  ") == 8
+
+
+def test_a_file_in_the_place_of_the_default_folder_is_noticed_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").touch()
+    result = runner.invoke(app, ["demo"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "every byte" not in result.stdout
+    assert "the folder out does not exist, or is not writable" in result.stderr
+
+
 @pytest.mark.parametrize("words", [["models"], [*PLAN, "--json"]])
 def test_a_full_disk_is_one_line(words: list[str]) -> None:
     """Also where output is written as late as when the process ends."""

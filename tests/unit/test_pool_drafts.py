@@ -22,47 +22,20 @@ from kvferry.layout.shape import EngineShape
 from kvferry.pool.keys import ContentChain, Extra
 from kvferry.pool.layout_registry import layout_id, make_layout, read_record
 from kvferry.pool.objects import table_kinds
+from pool_cases import plain_group, plain_shape
 from pool_engine import SmallEngine
 
 BLOCK, BLOCKS = 16, 8
 SHARED = list(range(100, 164))  # 64 tokens: four blocks
 
 
-def group(name: str, role: str) -> dict[str, Any]:
-    latent = {"name": "x", "units": 1, "dims": [2], "element_bytes": 4, "sharding": "replicated"}
-    return {
-        "name": name,
-        "role": role,
-        "layers": [0],
-        "components": [latent],
-        "residency": {"kind": "full", "span": 0},
-        "tokens_per_entry": 1,
-        "partial_entries": False,
-        "context_parallel": True,
-    }
+def group(name: str, role: str) -> dict[str, object]:
+    latent: dict[str, object] = {"name": "x", "units": 1, "dims": [2], "element_bytes": 4}
+    return plain_group(name, role, [latent | {"sharding": "replicated"}])
 
 
 def side() -> dict[str, Any]:
-    shape = {
-        "tp": 1,
-        "pp": 1,
-        "stages": [],
-        "dcp": 1,
-        "interleave": 1,
-        "role_tp": {},
-        "block_size": BLOCK,
-        "block_size_of": {},
-        "kernel_block_size": 0,
-        "kernel_block_size_of": {},
-        "order": "LBNHC",
-        "interior": "joined",
-        "interior_of": {},
-        "conv_order": "DS",
-        "page_align": 1,
-        "overlay": False,
-        "full_residency": False,
-        "null_block": None,
-    }
+    shape = plain_shape(block_size=BLOCK, order="LBNHC", null_block=None)
     tables = {"target": list(range(BLOCKS)), "draft": list(reversed(range(BLOCKS)))}
     return {"shape": shape, "blocks": BLOCKS, "tables": tables, "absent_roles": []}
 

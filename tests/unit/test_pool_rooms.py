@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +21,7 @@ from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 from kvferry.pool.objects import TableKind
 from kvferry.pool.scheduler import WholeState, states_to_save
 from kvferry.workers import LateCalls
-from waiting import wait_until
-
-
-def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
+from waiting import soon, wait_until
 
 
 def test_a_call_gets_an_idle_thread() -> None:

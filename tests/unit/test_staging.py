@@ -86,9 +86,9 @@ def test_buffers_without_all_of_its_events_leaves_none(
     assert not host_device.made
 
 
-def memory_of(count: int, size: int = SIZE) -> tuple[np.ndarray, DeviceMemory]:
-    data = np.random.default_rng(count).integers(0, 256, size, dtype=np.uint8)
-    memory = DeviceMemory([MemoryRegion(data.ctypes.data, size)])
+def memory_of(count: int) -> tuple[np.ndarray, DeviceMemory]:
+    data = np.random.default_rng(count).integers(0, 256, SIZE, dtype=np.uint8)
+    memory = DeviceMemory([MemoryRegion(data.ctypes.data, SIZE)])
     assert memory.warmed.wait(30)  # buffers of its own are idle
     return data, memory
 

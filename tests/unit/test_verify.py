@@ -17,59 +17,28 @@ from kvferry.verify import sweep
 from kvferry.verify.generate import KINDS, generate
 from kvferry.verify.oracle import FREE, GAP, NOTHING, CaseDict, Oracle, Worker
 from kvferry.verify.sweep import MismatchError, Product, check, check_case, run
+from pool_cases import plain_group, plain_shape
 
 Corrupt = Callable[[Copies], Copies]
 SEED = 11
 PAIRS = 240
 
 
-def shape(**fields: object) -> dict[str, object]:
-    return {
-        "tp": 1,
-        "pp": 1,
-        "stages": [],
-        "dcp": 1,
-        "interleave": 1,
-        "role_tp": {},
-        "block_size": 2,
-        "block_size_of": {},
-        "kernel_block_size": 0,
-        "kernel_block_size_of": {},
-        "order": "LBHNC",
-        "interior": "joined",
-        "interior_of": {},
-        "conv_order": "DS",
-        "page_align": 1,
-        "overlay": False,
-        "full_residency": False,
-        "null_block": 0,
-    } | fields
-
-
-def small_case(src: dict[str, object], dst: dict[str, object], tokens: int = 3) -> CaseDict:
+def small_case(src: dict[str, object], dst: dict[str, object]) -> CaseDict:
     """One layer, two heads, K and V of one byte each; three tokens in blocks of two."""
-    parts = [
+    parts: list[dict[str, object]] = [
         {"name": name, "units": 2, "dims": [1], "element_bytes": 1, "sharding": "split"}
         for name in ("k", "v")
     ]
-    group = {
-        "name": "attention",
-        "role": "target",
-        "layers": [0],
-        "components": parts,
-        "residency": {"kind": "full", "span": 0},
-        "tokens_per_entry": 1,
-        "partial_entries": False,
-        "context_parallel": True,
-    }
+    group = plain_group("attention", "target", parts)
     side = {"blocks": 3, "tables": {"attention": [2, 1]}, "absent_roles": []}
     case = {
         "kind": "gqa",
         "fault": "",
         "model": {"name": "small", "total_layers": 0, "groups": [group]},
-        "src": side | {"shape": shape(**src)},
-        "dst": side | {"shape": shape(**dst)},
-        "tokens": tokens,
+        "src": side | {"shape": plain_shape(**src)},
+        "dst": side | {"shape": plain_shape(**dst)},
+        "tokens": 3,
         "skip": 0,
     }
     return cast(CaseDict, case)

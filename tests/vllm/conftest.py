@@ -31,3 +31,16 @@ def pytest_configure() -> None:
 def _log_to_the_root() -> None:
     """`caplog` listens there; our lines go to vLLM once a test has made it load its plugins."""
     logging.getLogger("kvferry").parent = logging.getLogger()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    from tiny_models import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")

@@ -48,7 +48,7 @@ class Scripted:
         self.flavour = options.get("protocol", "")
 
     def register(self, regions: list[MemoryRegion]) -> None:
-        if self.options.get("broken"):
+        if self.options.get("host") == "broken":
             raise TransferError("it does not take this memory")
 
     def endpoint(self) -> bytes:
@@ -230,11 +230,11 @@ def test_an_order_that_was_given_stays() -> None:
 
 
 def test_on_a_gpu_what_cannot_take_the_memory_is_left_out() -> None:
-    broken = {"carriers": ["cuda", "tcp"], "carrier_options": {"cuda": {"broken": True}}}
+    broken = {"carriers": ["cuda", "tcp"], "carrier_options": {"cuda": {"host": "broken"}}}
     assert opened(broken, 0) == ["tcp"]
     assert Scripted.closed == ["cuda"]  # its threads and sockets are gone
     with pytest.raises(TransferError, match="it does not take this memory"):
-        opened({"carriers": ["tcp"], "carrier_options": {"tcp": {"broken": True}}}, None)
+        opened({"carriers": ["tcp"], "carrier_options": {"tcp": {"host": "broken"}}}, None)
 
 
 @pytest.mark.parametrize(

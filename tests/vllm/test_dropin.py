@@ -24,7 +24,6 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
 from otlp_collector import Collector
-from tiny_models import make_model
 from vllm_engines import Engine, free_port, hand_over
 from vllm_pairs import (
     OURS,
@@ -44,16 +43,6 @@ ROOT = Path(__file__).parents[2]
 HELD, OPEN = "vllm:kvferry_held_blocks", "vllm:kvferry_holds_open"
 LOADS = "vllm:kvferry_loads_total"
 LEASE, LOAD = 60.0, 90.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
 
 
 @pytest.fixture(scope="module")

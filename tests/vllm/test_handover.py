@@ -32,16 +32,6 @@ FAST: dict[str, Any] = {"lease_seconds": LEASE, "load_seconds": LOAD}
 HIT = "vllm:external_prefix_cache_hits_total"
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
-
-
 def ticket_of(prefill: Engine, tokens: list[int]) -> dict[str, Any]:
     answer = prefill.complete(tokens, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     params: dict[str, Any] = answer["kv_transfer_params"]

@@ -22,13 +22,9 @@ from kvferry.errors import StoreError
 from kvferry.pool.mooncake import MooncakeStore, MooncakeStoreConfig
 from kvferry.pool.store import Outcome, Slices
 from kvferry.pool.wrappers import CheckedStore
-from waiting import wait_until
+from waiting import soon, wait_until
 
 MIB = 1 << 20
-
-
-def soon(seconds: float = 30.0) -> float:
-    return time.monotonic() + seconds
 
 
 def ints(*values: int) -> np.ndarray:

@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from tiny_models import make_model
 from vllm_engines import Engine, free_port
 from vllm_pairs import (
     OURS,
@@ -36,11 +35,6 @@ from vllm_pairs import (
 LOADS, OPEN = "vllm:kvferry_loads_total", "vllm:kvferry_holds_open"
 SECONDS = {"lease_seconds": 120.0, "load_seconds": 120.0}
 Pair = tuple[Engine, Engine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def running(*pair: Engine) -> Iterator[Pair]:

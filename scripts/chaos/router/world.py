@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import httpx
 from chaos.outcome import Broken
 from chaos.router.clients import Ended
 from router_process import RouterProcess
+from vllm_engines import free_port
 
 PREFILL, DECODE = 2, 3
 # A request that tries everything takes less than `clients.DEADLINE_SECONDS`. Few places, so that
@@ -343,15 +343,3 @@ async def world() -> AsyncIterator[World]:
                     del os.environ["KVFERRY_RUNTIME_DIR"]
                 else:
                     os.environ["KVFERRY_RUNTIME_DIR"] = before
-
-
-def free_port() -> int:
-    """A port below those that the kernel gives away by itself: it stays free for a restart."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

@@ -157,6 +157,8 @@ CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "nixl": ("kvferry.carriers.library.nixl", "NixlCarrier"),
     "cuda": ("kvferry.carriers.cuda.carrier", "CudaCarrier"),
 }
+# Arguments that the engine gives to carriers; the others are options.
+ENGINES_OWN = {"secret", "host", "admits", "memory", "gpu", "limits", "writable"}
 REMOVED_OPTIONS = {  # configurations may still have them
     "packing": ("local", "tcp", "mooncake", "nixl"),
     "patience_seconds": ("mooncake",),
@@ -166,11 +168,9 @@ REMOVED_OPTIONS = {  # configurations may still have them
 
 def make_carrier(name: str, **options: Any) -> Carrier:
     """Make the carrier of that name. `options` go to its constructor."""
-    kind = CARRIERS.get(name)
-    if kind is None:
+    if name not in CARRIERS:
         raise TransferError(f"there is no carrier {name!r}; there are {', '.join(CARRIERS)}")
-    if isinstance(kind, tuple):
-        kind = getattr(import_module(kind[0]), kind[1])
+    kind = carrier_class(name)
     for removed, carriers in REMOVED_OPTIONS.items():
         if name in carriers and removed in options:
             del options[removed]
@@ -196,6 +196,13 @@ def require_carriers(carriers: Sequence[str]) -> None:
         )
 
 
+def carrier_class(name: str) -> type[Any]:
+    kind = CARRIERS[name]
+    if isinstance(kind, tuple):
+        kind = getattr(import_module(kind[0]), kind[1])
+    return kind
+
+
 def require_options(carriers: Sequence[str], options: Any) -> None:
     """Check `carrier_options`: a mapping of mappings, for carriers that may be opened."""
     if not isinstance(options, Mapping) or not all(
@@ -216,6 +223,14 @@ def require_options(carriers: Sequence[str], options: Any) -> None:
         raise DescriptionError(
             f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
         )
+    for name, of_one in options.items():
+        takes = inspect.signature(carrier_class(name)).parameters
+        removed = {option for option, of in REMOVED_OPTIONS.items() if name in of}
+        if strange := sorted(set(of_one) - set(takes) - removed):
+            raise DescriptionError(
+                f"the carrier {name!r} has no option {', '.join(strange)}; it has "
+                f"{', '.join(option for option in takes if option not in ENGINES_OWN)}"
+            )
     unused = sorted(set(options) - set(carriers))
     if unused and list(carriers) != [AUTO]:  # "auto" opens carriers that have options
         raise DescriptionError(

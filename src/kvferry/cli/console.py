@@ -26,17 +26,24 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 OUT = Path("out")  # the only folder that is made for pages
 
 
-def require_folder(page: Path | None) -> Path | None:
-    """Refuse a page that has no folder before the work begins, not after it."""
-    if page is not None and page.parent != OUT and not os.access(page.parent, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"the folder {page.parent} does not exist, or is not writable")
+def require_page(page: Path | None) -> Path | None:
+    """Refuse a page that cannot be written before the work begins, not after it."""
+    if page is None:
+        return None
+    if os.access(f"{page}/.", os.F_OK):
+        raise typer.BadParameter(f"{page} is a folder; name a file")
+    folder = page.parent if page.parent != OUT or OUT.exists() else OUT.parent
+    if not os.access(f"{folder}/.", os.W_OK | os.X_OK):  # "/.": nothing but a folder has it
+        raise typer.BadParameter(
+            f"the folder {folder} does not exist, or is not writable; name a file in another one"
+        )
     return page
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Html = Annotated[
     Path | None,
-    typer.Option("--html", help="Write a self-contained page here.", callback=require_folder),
+    typer.Option("--html", help="Write a self-contained page here.", callback=require_page),
 ]
 
 
@@ -118,7 +125,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
     tight = len(head) > 9  # one space between columns, so that they fit a terminal of 80
     made = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=tight)
     for index, title in enumerate(head):
-        made.add_column(title, justify="left" if index < words else "right")
+        number = index >= words  # where room is short, words wrap, and numbers stay whole
+        made.add_column(title, justify="right" if number else "left", no_wrap=number)
     for row in rows:
         made.add_row(*map(escape, row))
     return made

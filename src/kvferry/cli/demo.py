@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from kvferry.cli.console import OUT, Json, err, keep_page, print_json, refusals, require_folder
+from kvferry.cli.console import OUT, Json, err, keep_page, print_json, refusals, require_page
 from kvferry.cli.plan import plan_page
 from kvferry.demo.work import DEMO_FROM, DEMO_MODEL, DEMO_TO, find_model
 from kvferry.layout.shape import EngineShape
@@ -19,6 +19,7 @@ from kvferry.units import show_bytes
 if TYPE_CHECKING:
     from kvferry.demo.run import DemoResult
 
+PICTURE = OUT / "demo-plan.html"
 PICTURE_TOKENS = 4096  # of the one request that the picture shows
 
 
@@ -39,8 +40,8 @@ def demo(
     ] = "auto",
     as_json: Json = False,
     html: Annotated[
-        Path, typer.Option(help="Where to draw the plan.", callback=require_folder)
-    ] = OUT / "demo-plan.html",
+        Path, typer.Option(help="Where to draw the plan.", callback=require_page)
+    ] = PICTURE,
 ) -> None:
     """Hand requests over between the ranks of two engines on this machine; check every byte."""
     from kvferry.bench.transport import quiet_libraries

@@ -56,6 +56,7 @@ from kvferry.errors import DescriptionError, KvferryError, PeerLost, install_com
 from kvferry.net.messages import VERSION, Look, Refused, Seen, SeenRank
 from kvferry.net.names import LOCALHOST, is_loopback, source_address
 from kvferry.net.rpc import Caller, Sockets
+from kvferry.units import MOST_PORT
 from kvferry.vllm.config import FerryConfig
 
 State = Literal["ok", "missing", "broken", "info"]
@@ -146,8 +147,11 @@ def opens(settings: FerryConfig, gpu: bool) -> dict[str, str]:
 def doctor(settings: FerryConfig, peer: str | None, as_json: bool) -> int:
     """Print a table of findings, or JSON. Returns the exit status."""
     directory, _, port = (peer or "").rpartition(":")
-    if peer is not None and not (directory and port.isdecimal()):
-        raise DescriptionError(f"--peer is the HOST:PORT of an engine's directory, not {peer!r}")
+    if peer is not None and not (directory and port.isdecimal() and 0 < int(port) <= MOST_PORT):
+        raise DescriptionError(
+            f"--peer is the HOST:PORT of an engine's directory, not {peer!r}; the engine's log "
+            "says `offers its caches at port …`"
+        )
     tried = try_host(settings)
     sections = {
         "installed": [*installed()],
@@ -401,7 +405,10 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
     try:
         seen = _ask_directory(address, settings.secret)
     except KvferryError as error:
-        advice = "check the directory's port and the secret, and run the same kvferry on both"
+        advice = (
+            "check the directory's port and the secret (--secret-file or KVFERRY_SECRET), and run "
+            "the same kvferry on both"
+        )
         if isinstance(error, PeerLost):
             advice = "is the engine up? Its log says `offers its caches at port …`"
         yield Finding(address, "broken", str(error), advice)
