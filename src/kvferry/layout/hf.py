@@ -243,6 +243,8 @@ def _llama4(r: ConfigReader) -> list[Group]:
 
 
 def _deepseek(r: ConfigReader) -> list[Group]:
+    if r.config.get("qk_nope_head_dim") == r.config.get("qk_rope_head_dim") == 0:
+        return r.attention("attention", range(r.layers))  # DeepSeek-OCR, DeepSeek-VL2-tiny
     return r.latent() + (r.indexer() if r.config.get("index_head_dim") else [])
 
 
@@ -409,7 +411,7 @@ class ConfigReader:
     @property
     def head_dim(self) -> int:
         heads = self.positive("num_attention_heads")
-        return self.integer("head_dim", default=self.integer("hidden_size") // heads)
+        return self.integer("head_dim", default=0) or self.integer("hidden_size") // heads
 
     @property
     def kv_heads(self) -> int:

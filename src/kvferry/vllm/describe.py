@@ -185,7 +185,11 @@ class _Pages:
 
 def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
     slots = int(tensor.shape[2]) * max(1, int(spec.tokens_per_state))
-    return _Pages(_interior(layer), int(spec.block_size), slots)
+    interior = _interior(layer)
+    if spec.num_head_slots is not None and interior == "joined":
+        # K of all heads, then V: FLASH_ATTN on AMD, which shuffles both
+        interior = f"opaque:{layer.get_attn_backend().get_name()} of {spec.num_head_slots} slots"
+    return _Pages(interior, int(spec.block_size), slots)
 
 
 def from_last_stage(told: Any) -> Any:
@@ -513,9 +517,9 @@ def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer:
     if group.is_state:
         _require_state(group, shape, rank, spec, layer)
         return
-    content = spec.state_content_size_bytes
+    content = spec.state_content_size_bytes * spec.num_heads // spec.num_kv_heads
     expected = sum(c.unit_bytes for c in group.components)
-    window = getattr(spec, "sliding_window", None) or 0
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "rswa_window", None) or 0
     chunk = getattr(spec, "attention_chunk_size", None) or 0
     span = group.residency.span
     spans = {window or chunk}
