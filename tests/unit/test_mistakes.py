@@ -17,7 +17,6 @@ from kvferry.cli.doctor import Finding
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import load_model, model_from_config
-from kvferry.layout.shape import EngineShape
 from kvferry.net.rpc import Sockets
 from kvferry.units import parse_link
 from kvferry.vllm.config import FerryConfig
@@ -158,8 +157,3 @@ def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     (found,) = doctor.reachable(FerryConfig(carriers=("cuda",)), tried)
     assert (found.state, found.found) == ("broken", "the driver shows no GPU")
     assert not list(doctor.reachable(FerryConfig(), tried))
-
-
-def test_a_shape_names_each_group_once() -> None:
-    with pytest.raises(DescriptionError, match="block of 'a' must be given once"):
-        EngineShape(block_size_of=(("a", 16), ("a", 32)))

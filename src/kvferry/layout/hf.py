@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.resources import files
@@ -314,23 +315,24 @@ qwen3_vl_moe_text qwen2_5_omni_text qwen3_omni_moe_text glm glm4 glm4_moe glm4v_
 gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text olmo2 olmo3 olmoe smollm3 cohere gpt_oss
 exaone4 exaone_moe minimax_m2 starcoder2 seed_oss
 """
+LATENT = "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite"
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
-    **dict.fromkeys(DENSE.split(), _dense),
-    **dict.fromkeys(["cohere2", "cohere2_moe"], partial(_dense, own_token=1)),
-    **dict.fromkeys(["gemma4", "gemma4_text"], _gemma4),
-    **dict.fromkeys(["llama4", "llama4_text"], _llama4),
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"],
-        _deepseek,
-    ),
-    **dict.fromkeys(["bamba", "granitemoehybrid"], _bamba),
-    "jamba": _jamba,
-    **dict.fromkeys(["mamba", "falcon_mamba"], _mamba),
-    "mamba2": _mamba2,
-    "nemotron_h": _nemotron_h,
-    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
+    name: describe
+    for names, describe in (
+        (DENSE, _dense),
+        ("cohere2 cohere2_moe", partial(_dense, own_token=1)),
+        ("gemma4 gemma4_text", _gemma4),
+        ("llama4 llama4_text", _llama4),
+        (LATENT, _deepseek),
+        ("bamba granitemoehybrid", _bamba),
+        ("jamba", _jamba),
+        ("mamba falcon_mamba", _mamba),
+        ("mamba2", _mamba2),
+        ("nemotron_h", _nemotron_h),
+        ("qwen3_next qwen3_5_text qwen3_5_moe_text", _qwen3_next),
+    )
+    for name in names.split()
 }
-
 
 # What vLLM makes of Mistral's params.json has no model_type.
 MISTRALS = {
@@ -358,9 +360,9 @@ class ConfigReader:
 
     def alike(self, **changes: Any) -> ConfigReader:
         """A reader of the same configuration with other values."""
-        dtypes = (self.cache_dtype, self.conv_dtype, self.ssm_dtype)
-        names = ("cache_dtype", "conv_dtype", "ssm_dtype")
-        return ConfigReader({**self.config, **changes}, **dict(zip(names, dtypes, strict=True)))
+        other = copy(self)
+        other.config = {**self.config, **changes}
+        return other
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:

@@ -487,8 +487,8 @@ def draft_groups(
     """A draft model's layers, with numbers of their own, in one group per window. Index keys of
     sparse attention have the number of their layer, and a group of their own."""
     heads = int(vllm_config.speculative_config.draft_model_config.get_total_num_kv_heads())
-    places = sorted({(_prefix(name), _ordinal(name)) for name, _ in drafts})
-    numbers = {name: places.index((_prefix(name), _ordinal(name))) for name, _ in drafts}
+    place = {name: (_prefix(name), _ordinal(name)) for name, _ in drafts}
+    numbers = {name: sorted({*place.values()}).index(place[name]) for name, _ in drafts}
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
     for name, spec in sorted(drafts, key=lambda draft: numbers[draft[0]]):
