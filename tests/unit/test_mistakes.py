@@ -91,16 +91,12 @@ def test_links_that_can_be_read() -> None:
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"num_attention_heads": 0, "head_dim": None}, "'num_attention_heads' of at"),
     ("llama-3.1-8b", {"num_hidden_layers": 0}, "'num_hidden_layers' of at least 1, found 0"),
-    ("llama-3.1-8b", {"num_hidden_layers": 10**12}, "at most 65536 layers"),
     ("llama-3.1-8b", {"num_hidden_layers": True}, "has no 'num_hidden_layers'"),
     ("gpt-oss-120b", {"layer_types": 5}, "'layer_types' must have one str for each of the"),
     ("gpt-oss-120b", {"layer_types": ["full_attention"]}, "one str for each of the 36 layers"),
     ("gpt-oss-120b", {"layer_types": [["a"]] * 36}, "one str for each"),
     ("jamba-1.5-mini", {"attn_layer_period": 0}, "'attn_layer_period' of at least 1, found 0"),
     ("llama-4-maverick", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must have one int for each"),
-    ("bamba-9b", {"attn_layer_indices": ["a"]}, "list of layers 0 to 31, found ['a']"),
-    ("bamba-9b", {"attn_layer_indices": [99]}, "list of layers 0 to 31, found [99]"),
-    ("bamba-9b", {"attn_layer_indices": 7}, "list of layers 0 to 31, found 7"),
     ("bamba-9b", {"mamba_n_heads": 0, "mamba_d_head": None}, "that its model cannot have"),
     ("qwen3-next-80b", {"layer_types": ["full_attention"]}, "one str for each of the 48 layers"),
 ]
