@@ -123,7 +123,7 @@ def describe_worker(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
         # vLLM writes into a draft's configuration when it loads the draft, on the last stage only
-        drafts, draft_pages, content = from_last_stage((drafts, draft_pages, content))
+        drafts, draft_pages, content = of_all_stages((drafts, draft_pages, content))[-1]
         if rank.pp < stages - 1:  # here a layer of the target may have the same name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
@@ -190,14 +190,6 @@ def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
         # K of all heads, then V: FLASH_ATTN on AMD, which shuffles both
         interior = f"opaque:{layer.get_attn_backend().get_name()} of {spec.num_head_slots} slots"
     return _Pages(interior, int(spec.block_size), slots)
-
-
-def from_last_stage(told: Any) -> Any:
-    """The last stage's argument. Every worker must call this at the same point of its start."""
-    from vllm.distributed import get_pp_group
-
-    group = get_pp_group()
-    return group.broadcast_object(told, src=group.world_size - 1)
 
 
 def of_all_ranks(told: Any) -> list[Any]:
