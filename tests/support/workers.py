@@ -117,9 +117,12 @@ class Worker:
         self.rank = rank
 
     def describe(self, from_last_stage: Any = None) -> Described:
+        def of_all_stages(mine: Any) -> list[Any]:
+            specs = isinstance(mine, list)  # of the target; else the draft's, which the last knows
+            return self._of_all_stages(mine) if specs else [from_last_stage(mine)]
+
         with (
-            patch("kvferry.vllm.describe.from_last_stage", from_last_stage),
-            patch("kvferry.vllm.describe.of_all_stages", self._of_all_stages),
+            patch("kvferry.vllm.describe.of_all_stages", of_all_stages),
             patch("kvferry.vllm.describe.of_all_ranks", lambda told: [told]),  # alike on each
             patch("kvferry.vllm.describe._on_nvidia", lambda: ON_NVIDIA),
         ):

@@ -17,7 +17,6 @@ from kvferry.cli.doctor import Finding
 from kvferry.cli.main import app
 from kvferry.errors import DescriptionError
 from kvferry.layout.hf import load_model, model_from_config
-from kvferry.layout.shape import EngineShape
 from kvferry.net.rpc import Sockets
 from kvferry.units import parse_link
 from kvferry.vllm.config import FerryConfig
@@ -95,16 +94,12 @@ def test_links_that_can_be_read() -> None:
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"num_attention_heads": 0, "head_dim": None}, "'num_attention_heads' of at"),
     ("llama-3.1-8b", {"num_hidden_layers": 0}, "'num_hidden_layers' of at least 1, found 0"),
-    ("llama-3.1-8b", {"num_hidden_layers": 10**12}, "at most 65536 layers"),
     ("llama-3.1-8b", {"num_hidden_layers": True}, "has no 'num_hidden_layers'"),
     ("gpt-oss-120b", {"layer_types": 5}, "'layer_types' must have one str for each of the"),
     ("gpt-oss-120b", {"layer_types": ["full_attention"]}, "one str for each of the 36 layers"),
     ("gpt-oss-120b", {"layer_types": [["a"]] * 36}, "one str for each"),
     ("jamba-1.5-mini", {"attn_layer_period": 0}, "'attn_layer_period' of at least 1, found 0"),
     ("llama-4-maverick", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must have one int for each"),
-    ("bamba-9b", {"attn_layer_indices": ["a"]}, "list of layers 0 to 31, found ['a']"),
-    ("bamba-9b", {"attn_layer_indices": [99]}, "list of layers 0 to 31, found [99]"),
-    ("bamba-9b", {"attn_layer_indices": 7}, "list of layers 0 to 31, found 7"),
     ("bamba-9b", {"mamba_n_heads": 0, "mamba_d_head": None}, "that its model cannot have"),
     ("qwen3-next-80b", {"layer_types": ["full_attention"]}, "one str for each of the 48 layers"),
 ]
@@ -161,8 +156,3 @@ def test_the_doctor_and_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     (found,) = doctor.reachable(FerryConfig(carriers=("cuda",)), tried)
     assert (found.state, found.found) == ("broken", "the driver shows no GPU")
     assert not list(doctor.reachable(FerryConfig(), tried))
-
-
-def test_a_shape_names_each_group_once() -> None:
-    with pytest.raises(DescriptionError, match="block of 'a' must be given once"):
-        EngineShape(block_size_of=(("a", 16), ("a", 32)))

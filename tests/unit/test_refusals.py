@@ -199,21 +199,6 @@ class TestDescriptions:
             )
         says(error, "['attention']", "['atention']", "as the model does")
 
-    @pytest.mark.parametrize("table", [None, "0", 0.0])
-    def test_tensor_without_a_block_table(self, table: object) -> None:
-        key = ("attention", 0)
-        tables: Any = {("attention", 1): 0} if table is None else {key: table}
-        with pytest.raises(DescriptionError) as error:
-            layout_from_tensors(
-                gqa(layers=1),
-                EngineShape(),
-                Rank(0, 0),
-                [Region("r", 4096)],
-                {key: [self.view]},
-                tables=tables,
-            )
-        says(error, "every layer that has tensors", repr({key: table}), "leave tables out")
-
     def test_opaque_block_in_two_places(self) -> None:
         shape = EngineShape(interior="opaque", block_size=32, kernel_block_size=16)
         apart = TensorView(0, 0, (8, 1, 1, 2048), (4096, 2048, 2048, 1), 1)

@@ -32,7 +32,7 @@ from vllm.transformers_utils.configs.eagle import EAGLEConfig
 from kvferry.vllm import describe
 from kvferry.vllm.producing import PrefillCut
 from vllm_pairs import handover_parts
-from workers import Worker
+from workers import Layer, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +122,35 @@ def test_vllms_window_may_be_that_of_other_layers_of_a_group() -> None:
     merged = kv.FullAttentionSpec(**told, sliding_window=96)
     for group in found.model.groups:
         describe.require_spec(group, found.layout.shape, Rank(0, 0), merged, "layer")
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_keys_that_lie_apart_from_values_are_not_joined(heads: int) -> None:
+    """On AMD, a backend with FlashAttention's name keeps K of all heads and then V, shuffled. With
+    two heads a rank, its pages have the axes of joined ones."""
+    worker = Worker(golden({2: "llama-tp2", 4: "llama-tp1"}[heads]), Rank(0, 0))
+    (group,) = worker.kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    content = heads * spec.head_size * spec.dtype.itemsize
+    group.kv_cache_spec = replace(spec, num_head_slots=2, state_content_bytes=content)
+    for name, tensor in worker.kv_caches.items():
+        worker.layers[name] = Layer({"backend": "FLASH_ATTN", "isa": None})
+        pages, _, slots, _ = tensor.shape
+        worker.kv_caches[name] = tensor.view(pages, 2, slots, heads * spec.head_size)
+    found = worker.describe()
+    (part,) = found.layout.parts
+    assert part.is_opaque
+    assert part.page_bytes == spec.page_size_bytes
+
+
+def test_windows_of_generated_tokens_are_refused() -> None:
+    """A layer that keeps the prompt and the last generated tokens is not one of full attention."""
+    worker = Worker(golden("llama-tp1"), Rank(0, 0))
+    (group,) = worker.kv_cache_config.kv_cache_groups
+    told = {f.name: getattr(group.kv_cache_spec, f.name) for f in fields(kv.AttentionSpec)}
+    group.kv_cache_spec = kv.RSWASpec(**told, rswa_window=96)
+    with pytest.raises(DescriptionError, match=r"a span of 0, vLLM's RSWASpec has .* and 96;"):
+        worker.describe()
 
 
 def specs(worker: Worker) -> Iterator[Any]:

@@ -80,3 +80,15 @@ def test_what_a_configuration_leaves_out(family: str) -> None:
     head_dim = getattr(transformers.CONFIG_MAPPING[family], "head_dim", None)
     if heads and isinstance(head_dim, int):
         assert ours["head_dim"] == head_dim
+
+
+def test_deepseeks_small_models_without_latents() -> None:
+    """Those of DeepSeek-OCR and DeepSeek-VL2-tiny are of DeepSeek V2's type, with plain heads."""
+    from vllm.transformers_utils.configs.deepseek_vl2 import DeepseekVLV2Config
+
+    told = {"num_hidden_layers": 12, "num_attention_heads": 10, "num_key_value_heads": 10}
+    told |= {"hidden_size": 1280, "kv_lora_rank": None, "q_lora_rank": None}
+    told |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+    made = DeepseekVLV2Config(language_config=told, projector_config={}, vision_config={})
+    (group,) = model_from_config(made.get_text_config().to_dict()).groups
+    assert [(c.units, c.dims) for c in group.components] == [(10, (128,))] * 2

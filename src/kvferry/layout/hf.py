@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.resources import files
@@ -20,7 +21,6 @@ from kvferry.errors import DescriptionError
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 
 Config = Mapping[str, Any]
-MOST_LAYERS = 1 << 16
 ELEMENT_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -243,18 +243,14 @@ def _llama4(r: ConfigReader) -> list[Group]:
 
 
 def _deepseek(r: ConfigReader) -> list[Group]:
+    if r.config.get("qk_nope_head_dim") == r.config.get("qk_rope_head_dim") == 0:
+        return r.attention("attention", range(r.layers))  # DeepSeek-OCR, DeepSeek-VL2-tiny
     return r.latent() + (r.indexer() if r.config.get("index_head_dim") else [])
 
 
 def _bamba(r: ConfigReader) -> list[Group]:
     """Mamba 2 and attention: Bamba's configuration lists attention layers, Granite's all types."""
     attention = r.config.get("attn_layer_indices") or r.layers_of("attention", "full_attention")
-    known = range(r.layers)
-    if not isinstance(attention, list | tuple) or not all(i in known for i in attention):
-        raise DescriptionError(
-            f"'attn_layer_indices' must be a list of layers 0 to {r.layers - 1}, found "
-            f"{attention!r}"
-        )
     heads = r.integer("mamba_n_heads")
     inner = r.integer("mamba_expand", default=2) * r.integer("hidden_size")
     head_dim = r.config.get("mamba_d_head")
@@ -312,23 +308,24 @@ qwen3_vl_moe_text qwen2_5_omni_text qwen3_omni_moe_text glm glm4 glm4_moe glm4v_
 gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text olmo2 olmo3 olmoe smollm3 cohere gpt_oss
 exaone4 exaone_moe minimax_m2 starcoder2 seed_oss
 """
+LATENT = "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite"
 FAMILIES: dict[str, Callable[[ConfigReader], list[Group]]] = {
-    **dict.fromkeys(DENSE.split(), _dense),
-    **dict.fromkeys(["cohere2", "cohere2_moe"], partial(_dense, own_token=1)),
-    **dict.fromkeys(["gemma4", "gemma4_text"], _gemma4),
-    **dict.fromkeys(["llama4", "llama4_text"], _llama4),
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"],
-        _deepseek,
-    ),
-    **dict.fromkeys(["bamba", "granitemoehybrid"], _bamba),
-    "jamba": _jamba,
-    **dict.fromkeys(["mamba", "falcon_mamba"], _mamba),
-    "mamba2": _mamba2,
-    "nemotron_h": _nemotron_h,
-    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], _qwen3_next),
+    name: describe
+    for names, describe in (
+        (DENSE, _dense),
+        ("cohere2 cohere2_moe", partial(_dense, own_token=1)),
+        ("gemma4 gemma4_text", _gemma4),
+        ("llama4 llama4_text", _llama4),
+        (LATENT, _deepseek),
+        ("bamba granitemoehybrid", _bamba),
+        ("jamba", _jamba),
+        ("mamba falcon_mamba", _mamba),
+        ("mamba2", _mamba2),
+        ("nemotron_h", _nemotron_h),
+        ("qwen3_next qwen3_5_text qwen3_5_moe_text", _qwen3_next),
+    )
+    for name in names.split()
 }
-
 
 # What vLLM makes of Mistral's params.json has no model_type.
 MISTRALS = {
@@ -351,14 +348,12 @@ class ConfigReader:
         kinds = config.get("layers_block_type")  # an engine's Nemotron-H has no number of layers
         count = len(kinds) if kinds else None
         self.layers = self.positive("num_hidden_layers", "n_layer", "num_layers", default=count)
-        if self.layers > MOST_LAYERS:
-            raise DescriptionError(f"expected at most {MOST_LAYERS} layers, found {self.layers}")
 
     def alike(self, **changes: Any) -> ConfigReader:
         """A reader of the same configuration with other values."""
-        dtypes = (self.cache_dtype, self.conv_dtype, self.ssm_dtype)
-        names = ("cache_dtype", "conv_dtype", "ssm_dtype")
-        return ConfigReader({**self.config, **changes}, **dict(zip(names, dtypes, strict=True)))
+        other = copy(self)
+        other.config = {**self.config, **changes}
+        return other
 
     def integer(self, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -409,7 +404,7 @@ class ConfigReader:
     @property
     def head_dim(self) -> int:
         heads = self.positive("num_attention_heads")
-        return self.integer("head_dim", default=self.integer("hidden_size") // heads)
+        return self.integer("head_dim", default=0) or self.integer("hidden_size") // heads
 
     @property
     def kv_heads(self) -> int:

@@ -13,8 +13,8 @@ much of `[head, slot, content]` it arranges itself. The engine's memory order ar
     cpu_amx     head   per head, K in tiles of 16 slots as [dim/2][slot][2], then V in tiles of 16
                        dims as [slot/2][dim][2] (vLLM's CPU attention with AMX)
     planes      page   per page, one plane a component, each [head][slot] or [slot][head]
-    nvfp4       page   planes K data, K scale, V data, V scale
-    mla_scaled  page   planes latent, scale
+    nvfp4       page   `planes` of K data, K scale, V data, V scale
+    mla_scaled  page   `planes` of latent, scale
     state       page   convolution state (sections side by side in channels), then the other states
     opaque      page   unknown: moves whole, between identical pages only. `opaque:NAME` names the
                        backend; pages of different backends are never identical
@@ -171,19 +171,6 @@ def _planes(q: PageQuestion) -> tuple[Inside, ...]:
     return (Inside("page", offset, 1, tuple(places)),)
 
 
-def _named_planes(name: str, expected: list[str]) -> Callable[[PageQuestion], tuple[Inside, ...]]:
-    def planes(q: PageQuestion) -> tuple[Inside, ...]:
-        found = [c.name for c in q.group.components]
-        if found != expected:
-            raise DescriptionError(
-                f"interior {name!r} has the planes {expected}, "
-                f"but group {q.group.name!r} has components {found}"
-            )
-        return _planes(q)
-
-    return planes
-
-
 def _state(q: PageQuestion) -> tuple[Inside, ...]:
     """Convolution sections (conv_*) share one channels x rows array. The other states follow."""
     pairs = list(zip(q.group.components, q.units, strict=True))
@@ -223,8 +210,8 @@ INTERIORS: dict[str, Callable[[PageQuestion], tuple[Inside, ...]]] = {
     "cpu": _cpu,
     "cpu_amx": _cpu_amx,
     "planes": _planes,
-    "nvfp4": _named_planes("nvfp4", ["k", "k_scale", "v", "v_scale"]),
-    "mla_scaled": _named_planes("mla_scaled", ["latent", "scale"]),
+    "nvfp4": _planes,
+    "mla_scaled": _planes,
     "state": _state,
     "opaque": _opaque,
 }

@@ -189,15 +189,24 @@ class CacheModel:
         """The same model without the groups of these roles."""
         return replace(self, groups=tuple(g for g in self.groups if g.role not in roles))
 
+    def common(self, other: CacheModel) -> CacheModel:
+        """Layers that both models have, as a model of their own."""
+        groups = self._groups(other, shared=True)
+        return replace(self, groups=groups, total_layers=self.num_layers)
+
     def beyond(self, other: CacheModel) -> CacheModel | None:
         """Layers that only this model has, as a model of their own, or None."""
+        groups = self._groups(other, shared=False)
+        return replace(self, groups=groups, total_layers=self.num_layers) if groups else None
+
+    def _groups(self, other: CacheModel, shared: bool) -> tuple[Group, ...]:
+        """This model's groups, with the layers that the other model has too, or the rest."""
         theirs = {g.name: set(g.layers) for g in other.groups}
-        groups = []
-        for group in self.groups:
-            layers = tuple(x for x in group.layers if x not in theirs.get(group.name, ()))
-            if layers:
-                groups.append(replace(group, layers=layers))
-        return replace(self, groups=tuple(groups), total_layers=self.num_layers) if groups else None
+        kept = [
+            (g, tuple(x for x in g.layers if (x in theirs.get(g.name, ())) == shared))
+            for g in self.groups
+        ]
+        return tuple(replace(group, layers=layers) for group, layers in kept if layers)
 
     @property
     def of_one_length(self) -> bool:

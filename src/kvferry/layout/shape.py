@@ -13,7 +13,6 @@ Where vLLM would refuse a size, the rule is continued:
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -90,7 +89,14 @@ class EngineShape:
         for name in ("tp", "pp", "dcp", "interleave", "block_size", "page_align"):
             if getattr(self, name) < 1:
                 raise DescriptionError(f"{name} must be at least 1, found {getattr(self, name)}")
-        self._require_sizes()
+        kernels = (("", self.kernel_block_size), *self.kernel_block_size_of)
+        for word, sizes, least in (("block", self.block_size_of, 1), ("kernel", kernels, 0)):
+            for name, size in sizes:
+                if size < least:
+                    raise DescriptionError(
+                        f"{word}{f' of {name!r}' if name else ''} must be at least {least} "
+                        f"tokens, found {size}"
+                    )
         if self.order not in ORDERS:
             raise DescriptionError(f"order must be one of {', '.join(ORDERS)}, found {self.order}")
         if self.stages and (len(self.stages) != self.pp or min(self.stages) < 1):
@@ -115,26 +121,6 @@ class EngineShape:
             raise DescriptionError(
                 f"kernel blocks exist only in orders LBHNC and LBNHC, found {self.order}"
             )
-
-    def _require_sizes(self) -> None:
-        """Refuse a group that is named twice, or a size that is too small."""
-        for word, pairs, least in (
-            ("block", self.block_size_of, 1),
-            ("kernel", (("", self.kernel_block_size), *self.kernel_block_size_of), 0),
-            ("interior", self.interior_of, None),
-            ("tp", self.role_tp, None),
-        ):
-            times = Counter(name for name, _ in pairs)
-            for name, value in pairs:
-                if times[name] > 1:
-                    raise DescriptionError(
-                        f"{word} of {name!r} must be given once, found it {times[name]} times"
-                    )
-                if least is not None and isinstance(value, int) and value < least:
-                    raise DescriptionError(
-                        f"{word}{f' of {name!r}' if name else ''} must be at least {least} "
-                        f"tokens, found {value}"
-                    )
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,7 +76,13 @@ def layout_from_tensors(
     tables             for each layer, its block table; default: one table for each group
     padded_page_bytes  for each group, the size to which the engine pads a page
     """
-    table_of = _table_of(model, tensors, tables)
+    numbered = {group.name: index for index, group in enumerate(model.groups)}
+    if strange := sorted({group for group, _ in tensors if group not in numbered}):
+        raise DescriptionError(
+            f"tensors must be of the model's groups {sorted(numbered)}, found some of {strange}; "
+            "name groups as the model does"
+        )
+    table_of = tables or {key: numbered[key[0]] for key in tensors}
     pools = _pools(tensors, table_of)
     parts = []
     for group in model.groups:
@@ -151,28 +157,6 @@ def _part(
         interior=shape.interior_for(group),
         placements=tuple(placements),
     )
-
-
-def _table_of(
-    model: CacheModel, tensors: Collection[LayerKey], told: Mapping[LayerKey, int] | None
-) -> Mapping[LayerKey, int]:
-    """The block table of each layer that has tensors."""
-    numbered = {group.name: index for index, group in enumerate(model.groups)}
-    strange = sorted({group for group, _ in tensors if group not in numbered})
-    if strange:
-        raise DescriptionError(
-            f"tensors must be of the model's groups {sorted(numbered)}, found some of {strange}; "
-            "name groups as the model does"
-        )
-    if not told:
-        return {key: numbered[key[0]] for key in tensors}
-    wrong = {key: told.get(key) for key in tensors if not isinstance(told.get(key), int)}
-    if wrong:
-        raise DescriptionError(
-            f"tables must give the number of a block table for every layer that has tensors, found "
-            f"{wrong}; leave tables out if each group has a table of its own"
-        )
-    return told
 
 
 def _pools(

@@ -11,7 +11,7 @@ for edge in pair.edges:                                   # pairs of ranks, from
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.errors import CoverError
 from kvferry.layout.model import CacheModel, require_same_cache
@@ -65,18 +65,7 @@ def plan_pair(
     if dst_model is not None:
         roles = frozenset(optional_roles)
         require_same_cache(model, dst_model, roles)
-        common = _common(model, dst_model)
+        common = model.common(dst_model)
     edges = assign(common, src, dst)
     require_exact_cover(common, src, dst, edges)
     return PairPlan(common, src, dst, edges)
-
-
-def _common(a: CacheModel, b: CacheModel) -> CacheModel:
-    """The layers that both sides hold, in the source's order of groups."""
-    theirs = {g.name: set(g.layers) for g in b.groups}
-    groups = []
-    for group in a.groups:
-        layers = tuple(x for x in group.layers if x in theirs.get(group.name, ()))
-        if layers:
-            groups.append(replace(group, layers=layers))
-    return replace(a, groups=tuple(groups), total_layers=a.num_layers)

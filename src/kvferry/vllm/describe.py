@@ -123,7 +123,7 @@ def describe_worker(
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config is not None:
         # vLLM writes into a draft's configuration when it loads the draft, on the last stage only
-        drafts, draft_pages, content = from_last_stage((drafts, draft_pages, content))
+        drafts, draft_pages, content = of_all_stages((drafts, draft_pages, content))[-1]
         if rank.pp < stages - 1:  # here a layer of the target may have the same name
             drafts = [(f"draft {name}", spec) for name, spec in drafts]
             draft_pages = {f"draft {name}": found for name, found in draft_pages.items()}
@@ -185,15 +185,11 @@ class _Pages:
 
 def _pages(layer: Any, spec: Any, tensor: Any) -> _Pages:
     slots = int(tensor.shape[2]) * max(1, int(spec.tokens_per_state))
-    return _Pages(_interior(layer), int(spec.block_size), slots)
-
-
-def from_last_stage(told: Any) -> Any:
-    """The last stage's argument. Every worker must call this at the same point of its start."""
-    from vllm.distributed import get_pp_group
-
-    group = get_pp_group()
-    return group.broadcast_object(told, src=group.world_size - 1)
+    interior = _interior(layer)
+    if spec.num_head_slots is not None and interior == "joined":
+        # K of all heads, then V: FLASH_ATTN on AMD, which shuffles both
+        interior = f"opaque:{layer.get_attn_backend().get_name()} of {spec.num_head_slots} slots"
+    return _Pages(interior, int(spec.block_size), slots)
 
 
 def of_all_ranks(told: Any) -> list[Any]:
@@ -483,8 +479,8 @@ def draft_groups(
     """A draft model's layers, with numbers of their own, in one group per window. Index keys of
     sparse attention have the number of their layer, and a group of their own."""
     heads = int(vllm_config.speculative_config.draft_model_config.get_total_num_kv_heads())
-    places = sorted({(_prefix(name), _ordinal(name)) for name, _ in drafts})
-    numbers = {name: places.index((_prefix(name), _ordinal(name))) for name, _ in drafts}
+    place = {name: (_prefix(name), _ordinal(name)) for name, _ in drafts}
+    numbers = {name: sorted({*place.values()}).index(place[name]) for name, _ in drafts}
     groups: dict[str, Group] = {}
     keys: dict[str, LayerKey] = {}
     for name, spec in sorted(drafts, key=lambda draft: numbers[draft[0]]):
@@ -513,9 +509,9 @@ def require_spec(group: Group, shape: EngineShape, rank: Rank, spec: Any, layer:
     if group.is_state:
         _require_state(group, shape, rank, spec, layer)
         return
-    content = spec.state_content_size_bytes
+    content = spec.state_content_size_bytes * spec.num_heads // spec.num_kv_heads
     expected = sum(c.unit_bytes for c in group.components)
-    window = getattr(spec, "sliding_window", None) or 0
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "rswa_window", None) or 0
     chunk = getattr(spec, "attention_chunk_size", None) or 0
     span = group.residency.span
     spans = {window or chunk}
