@@ -122,7 +122,7 @@ class Summing:
         self.memory = memory
         self._threads = Threads("kvferry-sums", 1)
         self._closed = False
-        self._waiting = Budget(WAITING_BYTES, WAITING_BYTES // 2)
+        self._waiting = Budget(WAITING_BYTES)
 
     def submit(self, work: Callable[[Memory], None], bytes_: int = 0, sender: bytes = b"") -> bool:
         """Queue work; false if too much waits already, or if no thread can start.
