@@ -62,13 +62,7 @@ from kvferry.errors import (
     StaleTicket,
 )
 from kvferry.handover.checksum import common, digest, parts
-from kvferry.handover.deadline import (
-    Clock,
-    Deadline,
-    await_transfer,
-    end_for_good,
-    end_transfers,
-)
+from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_for_good, end_transfers
 from kvferry.handover.peers import Peers, Remote, Source
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.placement import Ints

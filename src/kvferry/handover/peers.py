@@ -238,7 +238,7 @@ class Peers:
         for key in keys:
             known = self._remotes.pop(key)
             known.forgotten = True
-            self.topology.unregister_remote_engine(key.name)
+            self._unregister(key)
             dropped.append(known)
         return [known for known in dropped if not known.users]
 
@@ -246,34 +246,42 @@ class Peers:
         self, ticket: Ticket, old: Known | None, watch: Deadline, seconds: float
     ) -> Known:
         """Meet an engine, in the place of `old`. The caller must call `leave` later."""
-        key, known, over = PeerKey.of(ticket), None, []
+        key = PeerKey.of(ticket)
         try:
             reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
             deadline = min(watch.deadline, time.monotonic() + seconds)
             known = Known(self.plan_with(reply, key, deadline), users=1)
-        finally:
+        except BaseException:
             with self._lock:
-                if known is not None:
-                    over = self._keep(key, known, old)
-                if key not in self._remotes:  # the handshake failed, or `old` was forgotten
-                    self.topology.unregister_remote_engine(key.name)
+                self._unregister(key)
+            raise
+        with self._lock:
+            over = self._keep(key, known, old)
         for one in over:
             one.disconnect()
         return known
 
     def _keep(self, key: PeerKey, known: Known, old: Known | None) -> list[Known]:
-        """Put an engine in the place of `old`, unless that was forgotten. As `_drop`, otherwise."""
+        """Put an engine in the place of `old`, unless that was forgotten meanwhile.
+
+        Call it with the lock held. Returns engines to disconnect, as `_drop` does.
+        """
         if self._remotes.get(key) is not old:
             known.forgotten = True
+            self._unregister(key)
             return []
         self._remotes[key] = known
         if any(source.late for source in known.remote.sources):
             known.retry_at = time.monotonic() + RETRY_SECONDS
-        over = self._drop([k for k in self._remotes if key.voids(k)])
+        over = self._drop([k for k in self._remotes if key.voids(k)])  # the older incarnations
         if old is not None:
             old.forgotten = True
             over += [] if old.users else [old]
         return over
+
+    def _unregister(self, key: PeerKey) -> None:
+        if key not in self._remotes:
+            self.topology.unregister_remote_engine(key.name)
 
     def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float) -> Remote:
         """Turn a directory's answer into plans and connections, or raise the reason against it."""
