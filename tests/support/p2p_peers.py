@@ -511,7 +511,7 @@ class Producer(Gates):
 
     def pushes(self) -> list[int]:
         """Writes that are queued or under way, by rank."""
-        return [pusher.under_way for pusher in self.pushers]
+        return [len(pusher._pushes) for pusher in self.pushers]
 
     def counts(self) -> dict[str, int]:
         return {

@@ -243,7 +243,7 @@ def test_any_shape(model: str, src: str, dst: str) -> None:
             assert {name for name, _ in moved.links} == {"tcp"}
             checked = target.check()
             assert checked.wrong_bytes == 0
-            assert 0 < checked.arrived_bytes <= moved.stats.bytes
+            assert 0 < checked.arrived_bytes <= moved.bytes
         assert [source.delivered() for source in sources] == [len(work.requests)] * len(sources)
 
 
@@ -304,7 +304,7 @@ def test_caches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = target.load(passed_on(prefill))
         checked = target.check()
         assert checked.wrong_bytes == 0
-        assert 0 < checked.arrived_bytes <= moved.stats.bytes and checked.guarded_bytes > 0
+        assert 0 < checked.arrived_bytes <= moved.bytes and checked.guarded_bytes > 0
         on.live[target.memory.address][: target.memory.bytes.nbytes] ^= 1
         assert target.check().wrong_bytes >= checked.arrived_bytes
 

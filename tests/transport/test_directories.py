@@ -32,7 +32,7 @@ def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
 def met(d: Consumer) -> dict[Any, Any]:
     """All that is known, with the connections that were made."""
     known = d.known().engines
-    return {key: one.remote.result() for key, one in known.items()}
+    return {key: one.remote for key, one in known.items()}
 
 
 @pytest.mark.parametrize("shape", ["tp=2,block=16", "tp=1,block=32"])

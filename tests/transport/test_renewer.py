@@ -32,11 +32,13 @@ ENGINE = engine_info("d", "first", D.cache_model, D.engine_shape, dict(D.meaning
 def renewer(secret: str | None = None, introduced: bool = True) -> Iterator[Renewer]:
     before = set(threading.enumerate())
     sockets = Sockets(secret)
-    made = Renewer(sockets, interval_seconds=LEASE_SECONDS / 6, call_seconds=1.0)
+    made = Renewer(sockets, interval_seconds=LEASE_SECONDS / 6)
     if introduced:
         made.introduce(ENGINE)
     try:
-        yield made
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvferry.handover.renew.CALL_SECONDS", 1.0)
+            yield made
     finally:
         made.close()
         sockets.close()

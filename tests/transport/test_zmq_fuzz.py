@@ -81,7 +81,7 @@ def test_claims_that_wait_are_bounded(
 ) -> None:
     rank = producer.ranks[0]
     claim = Claim(VERSION, rank.incarnation, "h00", "d", READER, 1, 60.0)
-    monkeypatch.setattr(rank._table._parked_budget, "share_bytes", 50 * kept_bytes(claim))
+    monkeypatch.setattr(rank._table._parked_budget, "limit_bytes", 100 * kept_bytes(claim))
     for number in range(80):
         claim = Claim(VERSION, rank.incarnation, f"h{number:02}", "d", READER, 1, 60.0)
         dealer.send(encode(Request(number, claim)))

@@ -409,12 +409,12 @@ def test_what_waits_takes_no_more_than_it_is_charged() -> None:
 
 
 def test_one_sender_leaves_room_for_others() -> None:
-    budget = Budget(100, 60)
-    assert [budget.take(40, b"a"), budget.take(40, b"a"), budget.take(60, b"b")] == [
+    budget = Budget(100)
+    assert [budget.take(n, who) for n, who in ((30, b"a"), (30, b"a"), (50, b"b"))] == [
         True,
         False,
         True,
     ]
-    assert not budget.take(1, b"c")  # all is taken
-    budget.give_back(40, b"a")
-    assert budget.take(40, b"c") and budget.used_bytes == 100
+    assert budget.take(20, b"c") and not budget.take(1, b"d")  # all is taken
+    budget.give_back(30, b"a")
+    assert budget.take(30, b"d") and budget.used_bytes == 100

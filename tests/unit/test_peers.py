@@ -41,26 +41,16 @@ def remote() -> Any:
     return SimpleNamespace(sources=())
 
 
-def known(value: Any) -> Known:
-    made = Known()
-    made.remote.set_result(value)
-    return made
-
-
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
     met: dict[PeerKey, Known] = {}
     people = acquaintances(met)
     old, new = remote(), remote()
-    met[KEY] = known(old)
+    met[KEY] = Known(old)
     people.forget(old)
     assert KEY not in met
-    pending = Known()
-    met[KEY] = pending  # a third load is meeting it again
+    met[KEY] = Known(new)
     people.forget(old)
-    assert met[KEY] is pending
-    met[KEY] = known(new)
-    people.forget(old)
-    assert met[KEY].remote.result() is new
+    assert met[KEY].remote is new
 
 
 def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
@@ -70,11 +60,11 @@ def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
     source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
     lost = remote()
     lost.sources = (source,)
-    met[KEY] = known(lost)
+    met[KEY] = Known(lost)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     watch = Deadline(time.monotonic() + 60)
     first, second = people.meet(ticket, watch), people.using(ticket)
-    assert first is second and first.remote.result() is lost
+    assert first is second and first.remote is lost
     people.forget(lost)
     assert KEY not in met and people.using(ticket) is None
     people.leave(first)
@@ -98,11 +88,11 @@ def test_an_engine_is_met_though_its_last_life_cannot_be_left(
     carrier = SimpleNamespace(name="line", disconnect=disconnect)
     old, new = remote(), remote()
     old.sources = tuple(SimpleNamespace(carrier=carrier, peer=peer) for peer in ("one", "two"))
-    people = acquaintances({PeerKey("p", "0", "h:1"): known(old)})
+    people = acquaintances({PeerKey("p", "0", "h:1"): Known(old)})
     monkeypatch.setattr("kvferry.handover.peers.ask_directory", lambda *_: None)
     monkeypatch.setattr(Peers, "plan_with", lambda *_: new)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
-    assert people.meet(ticket, Deadline(time.monotonic() + 60)).remote.result(0) is new
+    assert people.meet(ticket, Deadline(time.monotonic() + 60)).remote is new
     assert left == ["one", "two"] and caplog.text.count("was not given back") == 2
 
 
@@ -148,7 +138,7 @@ def test_a_carrier_that_was_late_is_tried_again_beside_the_loads(
     first = people.meet(ticket, Deadline(time.monotonic() + 60))
 
     def carriers(known: Known) -> list[str]:
-        return [s.carrier.name for s in known.remote.result().sources if s.carrier is not None]
+        return [s.carrier.name for s in known.remote.sources if s.carrier is not None]
 
     assert carriers(first) == ["null"] and not people.wants_retry(first)
     soon = time.monotonic() + RETRY_SECONDS
@@ -158,7 +148,7 @@ def test_a_carrier_that_was_late_is_tried_again_beside_the_loads(
         people.meet_again(ticket, first, 60)
     second = people.using(ticket)
     assert second is not None and carriers(second) == ["late"] and gone == []
-    people.forget(first.remote.result())  # a load that lost the old connection
+    people.forget(first.remote)  # a load that lost the old connection
     assert people.using(ticket) is second
     people.leave(first)
     assert gone == ["null"] and math.isinf(second.retry_at)
@@ -188,7 +178,7 @@ def test_an_engine_that_was_forgotten_while_it_was_met_again_stays_so(
     first = people.meet(ticket, Deadline(time.monotonic() + 60))
 
     def lost(*_: Any) -> Welcome:
-        people.forget(first.remote.result())
+        people.forget(first.remote)
         return welcome
 
     monkeypatch.setattr("kvferry.handover.peers.ask_directory", lost)

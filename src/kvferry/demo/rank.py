@@ -49,7 +49,7 @@ from kvferry.errors import KvferryError, TransferError
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.holds import Closed, HoldOrder
-from kvferry.handover.load import ConsumerStats, Load
+from kvferry.handover.load import Load, Loaded
 from kvferry.handover.producer import ProducerRank
 from kvferry.handover.ticket import Ticket
 from kvferry.handover.wakeup import Wakeup
@@ -78,10 +78,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class RankMoved:
-    """What a consumer rank loaded, and the carrier to each source, with its reason."""
+    """What a consumer rank loaded."""
 
-    stats: ConsumerStats
-    links: list[tuple[str, str]]
+    bytes: int
+    descriptors: int
+    read_seconds: float
+    links: list[tuple[str, str]]  # the carrier to each source, with its reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ class DecodeRank(DemoRank):
 
     def load(self, tickets: list[dict[str, Any]]) -> RankMoved:
         """Load one request after the other. Tickets come as a router's request parameters."""
+        moved: list[Loaded] = []
         for request, params in zip(self.work.requests, tickets, strict=True):
             ticket = Ticket.from_params(params)
             tables = tuple(tuple(ids.tolist()) for ids in self.engine.tables[request.number])
@@ -295,8 +298,14 @@ class DecodeRank(DemoRank):
             (loaded,) = done
             if not loaded.ok:
                 raise TransferError(f"request {request.number}: {loaded.error}")
+            moved.append(loaded)
             self.report()
-        return RankMoved(self.consumer.stats(), self.consumer.links)
+        return RankMoved(
+            sum(one.bytes for one in moved),
+            sum(one.descriptors for one in moved),
+            sum(one.seconds["read"] for one in moved),
+            self.consumer.links,
+        )
 
     def check(self) -> Checked:
         work = self.work

@@ -139,8 +139,7 @@ def run_demo(
             raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
         checked: list[Checked] = ranks.ask(ranks.decode, "check")
     way, why = _reached(transport, [link for one in moved for link in one.links])
-    stats = [one.stats for one in moved]
-    total = sum(one.bytes for one in stats)
+    total = sum(one.bytes for one in moved)
     return DemoResult(
         requests=len(work.requests),
         bytes=total,
@@ -151,8 +150,8 @@ def run_demo(
         asked=transport,
         seconds=time.monotonic() - started,
         transfer_seconds=transfer_seconds,
-        copy_gb_per_s=total / max(one.seconds["read"] for one in stats) / 1e9,
-        descriptors=sum(one.descriptors for one in stats),
+        copy_gb_per_s=total / max(one.read_seconds for one in moved) / 1e9,
+        descriptors=sum(one.descriptors for one in moved),
         checked_bytes=sum(c.arrived_bytes for c in checked),
         guarded_bytes=sum(c.guarded_bytes for c in checked),
         tokens=sum(r.tokens for r in work.requests),

@@ -24,13 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from kvferry.carriers import checksum
-from kvferry.carriers.base import (
-    Memory,
-    is_staged,
-    slices,
-)
-from kvferry.carriers.checksum import is_mixing, mix_on_host
+from kvferry.carriers.base import Memory, is_staged, slices
+from kvferry.carriers.checksum import NAME, is_mixing, mix_on_host
 from kvferry.copies import Copies, table_of
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
@@ -49,7 +44,7 @@ class Algorithm:
 
 
 XXH3 = Algorithm("xxh3", 64 << 20)  # some milliseconds
-MIX128 = Algorithm(checksum.NAME, 1 << 30)  # half a millisecond
+MIX128 = Algorithm(NAME, 1 << 30)  # half a millisecond
 _ALGORITHMS = {one.name: one for one in (XXH3, MIX128)}
 
 CHUNK_BYTES = 1 << 20  # gathered at a time
@@ -122,7 +117,7 @@ class Summing:
         self.memory = memory
         self._threads = Threads("kvferry-sums", 1)
         self._closed = False
-        self._waiting = Budget(WAITING_BYTES, WAITING_BYTES // 2)
+        self._waiting = Budget(WAITING_BYTES)
 
     def submit(self, work: Callable[[Memory], None], bytes_: int = 0, sender: bytes = b"") -> bool:
         """Queue work; false if too much waits already, or if no thread can start.

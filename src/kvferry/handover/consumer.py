@@ -148,13 +148,13 @@ class ConsumerRank:
     @property
     def links(self) -> list[tuple[str, str]]:
         """The carriers to all sources that this rank has met, each with the reason for it."""
-        met = [known.remote.result() for known in self._peers.engines.values() if known.met]
-        sources = [source for remote in met for source in remote.sources]
+        met = self._peers.engines.values()
+        sources = [source for known in met for source in known.remote.sources]
         return [(s.carrier.name, s.why) for s in sources if s.carrier is not None]
 
     def stats(self) -> ConsumerStats:
         with self._lock:
-            return replace(self._stats, seconds=dict(self._stats.seconds))
+            return replace(self._stats)
 
     def close(self) -> None:
         with self._lock:
@@ -186,7 +186,7 @@ class ConsumerRank:
 
         def run(known: Known) -> None:
             try:
-                work(known.remote.result())
+                work(known.remote)
             finally:
                 self._peers.leave(known)
 
@@ -246,11 +246,6 @@ class ConsumerRank:
 
     def _end(self, result: Loaded) -> None:
         with self._lock:
-            stats = self._stats
-            stats.bytes += result.bytes
-            stats.descriptors += result.descriptors
-            for step, spent in result.seconds.items():
-                stats.seconds[step] = stats.seconds.get(step, 0.0) + spent
             self._running.pop(result.request_id, None)
             self._done.append(result)
         self._wakeup.ring()

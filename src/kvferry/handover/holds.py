@@ -163,7 +163,7 @@ class HoldTable(Generic[Parked]):
     _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn before arrival
     _parked: dict[str, dict[_Waiting[Parked], None]] = field(default_factory=dict)
     _early: deque[_Early] = field(default_factory=lambda: deque(maxlen=MOST_EARLY))
-    _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES, PARKED_BYTES // 2))
+    _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES))
     # A heap. A claim that waits no longer stays in it until it reaches the top.
     _patience: list[tuple[float, int, _Waiting[Parked]]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)

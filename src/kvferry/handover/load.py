@@ -62,13 +62,7 @@ from kvferry.errors import (
     StaleTicket,
 )
 from kvferry.handover.checksum import common, digest, parts
-from kvferry.handover.deadline import (
-    Clock,
-    Deadline,
-    await_transfer,
-    end_for_good,
-    end_transfers,
-)
+from kvferry.handover.deadline import Clock, Deadline, await_transfer, end_for_good, end_transfers
 from kvferry.handover.peers import Peers, Remote, Source
 from kvferry.handover.ticket import Ticket
 from kvferry.layout.placement import Ints
@@ -136,13 +130,8 @@ class Loaded:
 
 @dataclass(slots=True)
 class ConsumerStats:
-    """Loads of one rank since it started."""
-
-    abandoned_now: int = 0  # ended but not reported, because bytes may still arrive
+    abandoned_now: int = 0  # loads that ended and are not reported: bytes may still arrive
     quarantined_blocks: int = 0  # that those keep
-    bytes: int = 0  # of good loads, as are the descriptors
-    descriptors: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # of all ended loads, by step
 
 
 # Takes a load's number of blocks. Counts the ended load while bytes of it may still arrive.

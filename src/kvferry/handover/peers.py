@@ -5,9 +5,9 @@ A handshake asks the engine's directory for a welcome and checks it (model, mean
 it enters the engine into this rank's topology, which plans the pair. For each producer rank that
 this rank talks to there is a `Source`: where to send messages, and how to read.
 
-    (unknown) --a load needs it---> being met: loads that need it meanwhile share the handshake
-    being met --handshake failed--> (unknown): the next load tries again
-    being met --all plans made----> met
+    (unknown) --a load needs it----> being met: further loads wait behind it (`Meetings`)
+    being met --handshake failed---> (unknown): the next load tries again
+    being met --all plans made-----> met
     met --a peer was lost, or a reply was stale--> (unknown)
     met --no load for IDLE_SECONDS---------------> (unknown): it may be gone
     met --a newer incarnation is met-------------> (unknown), unless both are children of one engine
@@ -28,7 +28,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -141,32 +140,21 @@ class PeerKey:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    remote: Future[Remote] = field(default_factory=Future)
-    users: int = 0  # loads that use it or wait for it
+    """An engine that was met, and what keeps its connections open."""
+
+    remote: Remote
+    users: int = 0  # loads
     used: float = field(default_factory=time.monotonic)  # when a load last left it
     forgotten: bool = False  # its last user closes its connections
     retry_at: float = math.inf  # when to meet it once more
 
-    def learn(self, remote: Remote) -> None:
-        if any(source.late for source in remote.sources):
-            self.retry_at = time.monotonic() + RETRY_SECONDS
-        self.remote.set_result(remote)
-
-    @property
-    def met(self) -> bool:
-        return self.remote.done() and self.remote.exception() is None
-
-    def is_of(self, remote: Remote) -> bool:
-        return self.met and self.remote.result() is remote
-
     def disconnect(self) -> None:
-        if self.met:
-            _disconnect(self.remote.result().sources)
+        _disconnect(self.remote.sources)
 
 
 @dataclass(slots=True)
 class Peers:
-    """The engines that this rank has met or is meeting. Any method, from any thread."""
+    """The engines that this rank has met. Any method, from any thread."""
 
     caller: Caller
     engine: EngineInfo  # ours
@@ -194,35 +182,14 @@ class Peers:
         """The engine of a ticket, or None if it is not met. The caller must call `leave` later."""
         with self._lock:
             known = self._remotes.get(PeerKey.of(ticket))
-            if known is None or not known.met:
-                return None
-            known.users += 1
+            if known is not None:
+                known.users += 1
             return known
 
     def meet(self, ticket: Ticket, watch: Deadline, seconds: float = MEET_SECONDS) -> Known:
-        """Like `using`, but do the handshake first if necessary, or join one that is under way."""
-        key = PeerKey.of(ticket)
-        while True:
-            with self._lock:
-                known = self._remotes.get(key)
-                mine = known is None
-                if known is None:
-                    known = self._remotes[key] = Known()
-                known.users += 1
-            try:
-                if mine:
-                    self._make_known(known, key, watch, seconds)
-                else:
-                    watch.result(known.remote)
-                return known
-            except (Cancelled, DeadlineExceeded):
-                self.leave(known)
-                if mine or watch.over or not known.remote.done():
-                    raise
-                # The load that did the handshake ran out of time; this one has time left.
-            except BaseException:
-                self.leave(known)
-                raise
+        """Like `using`, but do the handshake first if necessary. `Meetings` calls this for one
+        directory at a time, so no two handshakes with an engine run at once."""
+        return self.using(ticket) or self._shake_hands(ticket, None, watch, seconds)
 
     def wants_retry(self, known: Known) -> bool:
         """Whether to call `meet_again` now, because a carrier was late at the handshake."""
@@ -235,19 +202,8 @@ class Peers:
 
     def meet_again(self, ticket: Ticket, old: Known, seconds: float) -> None:
         """Replace an engine's connections. Loads that use the old ones go on with them."""
-        key, over = PeerKey.of(ticket), Known()
-        try:
-            over.learn(self._shake_hands(key, Deadline(time.monotonic() + seconds), seconds))
-        finally:
-            with self._lock:
-                if key not in self._remotes:  # it was forgotten meanwhile
-                    self.topology.unregister_remote_engine(key.name)
-                elif over.met and self._remotes[key] is old:
-                    self._remotes[key], over = over, old
-                    old.forgotten = True
-                unused = not over.users
-            if unused:
-                over.disconnect()
+        watch = Deadline(time.monotonic() + seconds)
+        self.leave(self._shake_hands(ticket, old, watch, seconds))
 
     def leave(self, known: Known) -> None:
         """A load has ended. Closes connections that are no longer used, of any engine."""
@@ -269,12 +225,12 @@ class Peers:
     def forget(self, remote: Remote) -> None:
         """Let the next load meet the engine again. A newer handshake with it is kept."""
         with self._lock:
-            over = self._drop([key for key, one in self._remotes.items() if one.is_of(remote)])
+            over = self._drop([key for key, one in self._remotes.items() if one.remote is remote])
         for one in over:
             one.disconnect()
 
     def _drop(self, keys: Iterable[PeerKey]) -> list[Known]:
-        """Forget engines whose handshakes are over. Call it with the lock held.
+        """Forget engines. Call it with the lock held.
 
         Returns those without a load; the caller closes their connections, without the lock.
         """
@@ -282,28 +238,50 @@ class Peers:
         for key in keys:
             known = self._remotes.pop(key)
             known.forgotten = True
-            self.topology.unregister_remote_engine(key.name)
+            self._unregister(key)
             dropped.append(known)
         return [known for known in dropped if not known.users]
 
-    def _make_known(self, known: Known, key: PeerKey, watch: Deadline, seconds: float) -> None:
+    def _shake_hands(
+        self, ticket: Ticket, old: Known | None, watch: Deadline, seconds: float
+    ) -> Known:
+        """Meet an engine, in the place of `old`. The caller must call `leave` later."""
+        key = PeerKey.of(ticket)
         try:
-            remote = self._shake_hands(key, watch, seconds)
-        except BaseException as error:
+            reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
+            deadline = min(watch.deadline, time.monotonic() + seconds)
+            known = Known(self.plan_with(reply, key, deadline), users=1)
+        except BaseException:
             with self._lock:
-                self._drop([key])  # the next load tries again
-            known.remote.set_exception(error)
+                self._unregister(key)
             raise
-        with self._lock:  # a new incarnation voids the older ones
-            void = [k for k, old in self._remotes.items() if key.voids(k) and old.remote.done()]
-            over = self._drop(void)
-        for old in over:
-            old.disconnect()
-        known.learn(remote)
+        with self._lock:
+            over = self._keep(key, known, old)
+        for one in over:
+            one.disconnect()
+        return known
 
-    def _shake_hands(self, key: PeerKey, watch: Deadline, seconds: float) -> Remote:
-        reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
-        return self.plan_with(reply, key, min(watch.deadline, time.monotonic() + seconds))
+    def _keep(self, key: PeerKey, known: Known, old: Known | None) -> list[Known]:
+        """Put an engine in the place of `old`, unless that was forgotten meanwhile.
+
+        Call it with the lock held. Returns engines to disconnect, as `_drop` does.
+        """
+        if self._remotes.get(key) is not old:
+            known.forgotten = True
+            self._unregister(key)
+            return []
+        self._remotes[key] = known
+        if any(source.late for source in known.remote.sources):
+            known.retry_at = time.monotonic() + RETRY_SECONDS
+        over = self._drop([k for k in self._remotes if key.voids(k)])  # the older incarnations
+        if old is not None:
+            old.forgotten = True
+            over += [] if old.users else [old]
+        return over
+
+    def _unregister(self, key: PeerKey) -> None:
+        if key not in self._remotes:
+            self.topology.unregister_remote_engine(key.name)
 
     def plan_with(self, reply: ReplyBody, key: PeerKey, deadline: float) -> Remote:
         """Turn a directory's answer into plans and connections, or raise the reason against it."""

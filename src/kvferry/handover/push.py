@@ -32,12 +32,7 @@ import numpy as np
 
 from kvferry.carriers.base import Carrier, GrantingCarrier, Transfer, is_granting
 from kvferry.errors import Cancelled, DeadlineExceeded, HandoverError, KvferryError
-from kvferry.handover.deadline import (
-    TRANSFER_LOOK_SECONDS,
-    Deadline,
-    await_transfer,
-    end_transfers,
-)
+from kvferry.handover.deadline import TRANSFER_LOOK_SECONDS, Deadline, await_transfer, end_transfers
 from kvferry.handover.describe import (
     read_layout,
     read_model,
@@ -99,10 +94,6 @@ class Pusher:
         self._threads = Threads("kvferry-push", PUSH_THREADS, per_lane=THREADS_PER_TARGET)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
-
-    @property
-    def under_way(self) -> int:
-        return len(self._pushes)
 
     def introduce(self, engine: EngineInfo, info: RankInfo) -> None:
         """Remember a consumer rank. A new incarnation of its engine voids the old one."""

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import HandoverError, IncompatibleError, KvferryError, StaleTicket
-from kvferry.handover.holds import DEFAULT_LEASE_SECONDS
 from kvferry.handover.peers import PeerKey, require_welcome
 from kvferry.handover.ticket import Ticket
 from kvferry.net.messages import VERSION, EngineInfo, Hello, Refused, Renew, Renewed, ReplyBody
@@ -46,7 +45,6 @@ from kvferry.net.rpc import Caller, Sockets
 log = logging.getLogger("kvferry")
 
 RENEWALS = 4  # of a lease; three may be lost before it runs out
-DEFAULT_INTERVAL_SECONDS = DEFAULT_LEASE_SECONDS / RENEWALS
 CALL_SECONDS = 5.0
 FIRST_RENEWAL = 1 / 8  # of the interval, after a new ticket
 MOST_FAILURES = 3  # in a row; then the producer counts as dead
@@ -89,16 +87,10 @@ class _Engine:
 class Renewer:
     """Renews the holds of all watched tickets every `interval_seconds`."""
 
-    def __init__(
-        self,
-        sockets: Sockets,
-        *,
-        interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
-        call_seconds: float = CALL_SECONDS,
-    ) -> None:
+    def __init__(self, sockets: Sockets, interval_seconds: float) -> None:
         self._caller = Caller(sockets)
         self._hello: Hello | None = None
-        self._interval_seconds, self._call_seconds = interval_seconds, call_seconds
+        self._interval_seconds = interval_seconds
         self._engines: dict[PeerKey, _Engine] = {}
         self._of_hold: dict[str, PeerKey] = {}
         self._asking: set[str] = set()  # directories
@@ -178,7 +170,7 @@ class Renewer:
                     return
                 questions = self._questions(time.monotonic())
             for address, body, told in questions:
-                until = time.monotonic() + self._call_seconds
+                until = time.monotonic() + CALL_SECONDS
                 self._caller.call(address, body, until).add_done_callback(told)
 
     def _next(self) -> float:

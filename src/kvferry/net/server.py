@@ -30,9 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.net.messages import (
     Claim,
-    Complete,
     Offer,
-    Reader,
     Refused,
     Reply,
     ReplyBody,
@@ -315,10 +313,9 @@ def most_waiting() -> int:
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """Bounds the bytes of all senders and of each sender. Any thread may use it."""
+    """Bounds the bytes of all senders. One sender may take half. Any thread may use it."""
 
     limit_bytes: int
-    share_bytes: int = 0  # of one sender; 0: no bound of its own
     used_bytes: int = 0
     _senders: dict[bytes, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -327,9 +324,7 @@ class Budget:
         """Charge this many bytes. If they are too many, charge nothing and return False."""
         with self._lock:
             mine = self._senders.get(sender, 0) + count
-            if self.used_bytes + count > self.limit_bytes or mine > (
-                self.share_bytes or self.limit_bytes
-            ):
+            if self.used_bytes + count > self.limit_bytes or mine > self.limit_bytes // 2:
                 return False
             self.used_bytes += count
             self._senders[sender] = mine
@@ -343,17 +338,12 @@ class Budget:
                 self._senders[sender] = left
 
 
-def kept_bytes(kept: Claim | Offer | Complete) -> int:
+def kept_bytes(kept: Claim) -> int:
     """Bytes that a message takes while it waits. A text of 512 characters may take 2 KiB."""
-    texts = [kept.incarnation, kept.hold_id]
-    if not isinstance(kept, Complete):
-        texts.append(kept.digest)
+    reader = kept.reader
+    texts = (kept.incarnation, kept.hold_id, kept.digest, reader.engine_id, reader.incarnation)
     tables = len(kept.tables) if isinstance(kept, Offer) else 0
-    return ENTRY_BYTES + tables + sum(map(getsizeof, texts)) + reader_bytes(kept.reader)
-
-
-def reader_bytes(reader: Reader) -> int:
-    return getsizeof(reader.engine_id) + getsizeof(reader.incarnation)
+    return ENTRY_BYTES + tables + sum(map(getsizeof, texts))
 
 
 @dataclass(slots=True)
