@@ -169,19 +169,6 @@ def test_a_body_of_a_million_fields() -> None:
         assert router.peak_bytes() - before < 64 * MIB
 
 
-def test_a_body_of_one_byte_chunks() -> None:
-    """Each takes the router's only thread for as long as a large one does."""
-    with router_process() as router, router.connect() as attacker:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        with suppress(ConnectionError):
-            attacker.sendall(head + b"1\r\n \r\n" * 100_000)
-            attacker.sendall(b"2\r\n{}\r\n0\r\n\r\n")
-        with suppress(ConnectionError):
-            assert attacker.recv(99).startswith(b"HTTP/1.1 400")
-        assert router.decode.asked == 0
-        assert ask(router).status_code == 200
-
-
 def test_clients_that_leave_keep_no_connection_to_an_engine() -> None:
     """They leave at every moment, also while httpx takes or gives back a connection."""
     with router_process() as router:

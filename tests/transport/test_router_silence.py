@@ -66,7 +66,7 @@ async def engine() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     at = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions"
-    transport = connections.EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
+    transport = connections.EngineTransport(ssl.create_default_context(), 2.0, 1.0)
     request = asyncio.create_task(transport.ask(connections.address_of_url(at), b"POST", [], b"{}"))
     await asked.wait()
     loopback(0)

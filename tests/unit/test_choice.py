@@ -41,7 +41,6 @@ def engine(name: str, roles: frozenset[Role] = DECODE, **known: object) -> Engin
         name=name,
         roles=roles,
         up=True,
-        draining=False,
         waiting_tokens=0,
         running=0,
         prefill=Rate(0.01, 1e-4),
@@ -229,9 +228,8 @@ def test_a_hand_over_waits_for_blocks_of_both_engines():
     assert option(placed(PromptView(10_000), p, d), "p", "d").parts["queue"] > 0.5
 
 
-@pytest.mark.parametrize("state", [{"up": False}, {"draining": True}])
-def test_engines_that_are_down_or_draining_are_never_chosen(state: dict[str, bool]):
-    out = engine("out", BOTH, **state)
+def test_engines_that_are_down_are_never_chosen() -> None:
+    out = engine("out", BOTH, up=False)
     slow = engine("slow", waiting_tokens=10**6)
     prompt = PromptView(5000, (held("out", 4999),))
     for found in placed(prompt, out, slow).options:

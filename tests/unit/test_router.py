@@ -572,8 +572,6 @@ def test_bodies_that_are_refused() -> None:
             got = c.client.post("/v1/completions", content=content)
             assert got.status_code == 413
             assert got.json()["error"]["code"] == "body_too_large"
-        got = c.complete({f"x-{i}": "1" for i in range(200)})
-        assert (got.status_code, got.json()["error"]["code"]) == (431, "headers_too_large")
         for content in (b"", b"[1]", b'{"prompt": ', b"\xff", b'{"a":' + b"[" * 900):
             got = c.client.post("/v1/completions", content=content)
             assert (got.status_code, got.json()["error"]["code"]) == (400, "invalid_json")

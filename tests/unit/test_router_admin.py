@@ -196,7 +196,6 @@ def test_what_the_admin_api_refuses(caplog: pytest.LogCaptureFixture) -> None:
             (b"", 400),
             (b"[1]", 400),
             (b"\xff", 400),
-            (b"[" * 60_000, 400),
             (b'{"url": "' + b"x" * 70_000, 413),
         ):
             got = c.client.post(PATH, content=content, headers=BEARER)
@@ -464,8 +463,6 @@ def test_what_is_wrong_with_a_fleet_file_at_the_start(tmp_path: Path) -> None:
             '{"url": "dns://h:1", "roles": ["prefill"]}]}',
             "named more than once",
         ),
-        ("[" * 100_000, "cannot be read"),
-        (" " * (2 << 20), "more than 1048576 bytes"),
     ):
         with pytest.raises(DescriptionError, match=words) as error:
             start(text)
@@ -654,8 +651,6 @@ def test_secrets_that_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
         with pytest.raises(DescriptionError) as error:
             Secrets("API key").use(data)
         assert "space in" not in str(error.value)
-    with pytest.raises(DescriptionError):
-        Secrets("API key").use(b"\n".join(b"key-%06d" % n for n in range(1001)))
     with pytest.raises(DescriptionError):
         EngineKey().use(b"two\nlines")
     with pytest.raises(ApiError):

@@ -25,7 +25,6 @@ from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,
     NoConnection,
-    UnfitRequest,
     address_of_url,
 )
 from kvferry.router.fleet.engines import Fleet
@@ -85,8 +84,8 @@ class Client:
             while data := await answer.read():
                 pieces.append(data)
         finally:
-            answer.close()
-        return Got(answer.status, answer.headers, pieces)
+            answer.done()
+        return Got(answer.head.status, answer.head.headers, pieces)
 
 
 @dataclass
@@ -124,11 +123,11 @@ class Sink:
 
 @asynccontextmanager
 async def asking(
-    server: Server, most_idle: int = 4, idle_seconds: float = 5.0
+    server: Server, idle_seconds: float = 5.0
 ) -> AsyncIterator[tuple[Client, EngineTransport]]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
-    pool = EngineTransport(ssl.create_default_context(), most_idle, idle_seconds, 1.0)
+    pool = EngineTransport(ssl.create_default_context(), idle_seconds, 1.0)
     try:
         async with asyncio.timeout(20):
             yield Client(pool, f"http://127.0.0.1:{server.port}/x"), pool
@@ -259,7 +258,7 @@ def test_an_answer_that_is_none_is_an_error_and_its_connection_goes(
         async with asking(bytes_of(answer, close=True)) as (client, pool):
             with pytest.raises(BrokenAnswer, match=f"(?i){what}"):
                 await client.get()
-            assert len(pool.connections) == pool.idle_count == 0
+            assert not pool.connections and not pool._idle
 
     asyncio.run(run())
 
@@ -357,7 +356,7 @@ def test_an_engine_waits_for_a_client_that_does_not_read() -> None:
             while data := await got.read():
                 read += len(data)
             assert read == size
-            got.close()
+            got.done()
 
     asyncio.run(run())
 
@@ -376,9 +375,9 @@ def test_a_stream_passes_without_waiting_for_its_request() -> None:
             for _ in range(2):
                 got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
                 await got.pass_on(sink, 5.0)
-                got.close()
+                got.done()
                 assert sink.taken == [b"ab", b"cde", b"fg", b""] and sink.ended
-                assert sink.go_on is None and pool.idle_count == 1
+                assert sink.go_on is None and idle(pool) == 1
 
     asyncio.run(run())
 
@@ -405,7 +404,7 @@ def test_a_stream_waits_for_a_client_that_does_not_read_and_is_not_silent_meanwh
             sink.go_on()
             await passing
             assert sink.bytes == size and sink.ended
-            got.close()
+            got.done()
 
     asyncio.run(run())
 
@@ -421,12 +420,10 @@ def test_a_stream_that_was_ahead_of_its_client_goes_on() -> None:
     async def run() -> None:
         async with asking(Server(answer)) as (client, pool):
             got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
-            connection = got.connection
-            assert connection is not None
-            await until(lambda: not connection._transport.is_reading())
+            await until(lambda: not got._transport.is_reading())
             await got.pass_on(sink, 5.0)
             assert sink.bytes == size and sink.ended
-            got.close()
+            got.done()
 
     asyncio.run(run())
 
@@ -444,7 +441,7 @@ def test_a_stream_without_a_length_that_is_reset_is_no_whole_one() -> None:
             got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
             with pytest.raises(BrokenAnswer):
                 await got.pass_on(sink, 5.0)
-            got.close()
+            got.done()
             assert not sink.ended and not pool.connections
 
     asyncio.run(run())
@@ -457,8 +454,8 @@ def test_a_head_has_no_body_to_wait_for() -> None:
         async with asking(server) as (client, pool):
             for _ in range(2):
                 got = await pool.ask(address_of_url(client.url), b"HEAD", [], b"")
-                assert got.status == 200 and await got.read() == b""
-                got.close()
+                assert got.head.status == 200 and await got.read() == b""
+                got.done()
             assert server.connections == 1
 
     asyncio.run(run())
@@ -487,11 +484,15 @@ def test_a_stream_that_breaks_or_falls_silent_is_an_error(
             got, sink = await pool.ask(address_of_url(client.url), b"GET", [], b""), Sink()
             with pytest.raises(error, match=what):
                 await got.pass_on(sink, 0.3 if error is TimeoutError else 30.0)
-            got.close()
+            got.done()
             assert not sink.ended and b"".join(sink.taken) in (b"", b"a")
             assert not pool.connections
 
     asyncio.run(run())
+
+
+def idle(pool: EngineTransport) -> int:
+    return sum(map(len, pool._idle.values()))
 
 
 def expire(pool: EngineTransport) -> None:
@@ -499,35 +500,19 @@ def expire(pool: EngineTransport) -> None:
         connection.expires -= 60.0
 
 
-def test_idle_connections_are_few_and_expire() -> None:
+def test_idle_connections_expire() -> None:
     async def run() -> None:
         server = bytes_of(WHOLE)
-        async with asking(server, most_idle=2, idle_seconds=60.0) as (client, pool):
+        async with asking(server, idle_seconds=60.0) as (client, pool):
             await asyncio.gather(*(client.get() for _ in range(5)))
-            assert server.connections == 5 and len(pool.connections) == pool.idle_count == 2
+            assert server.connections == 5 and len(pool.connections) == idle(pool) == 5
             expire(pool)
             await client.get()
-            assert server.connections == 6 and len(pool.connections) == pool.idle_count == 1
+            assert server.connections == 6 and len(pool.connections) == idle(pool) == 1
             await asyncio.gather(client.get(), client.get())
             next(iter(pool._idle[address_of_url(client.url).origin])).expires -= 60.0
             await client.get()  # on the newest one; the oldest has expired
-            assert server.connections == 7 and len(pool.connections) == pool.idle_count == 1
-
-    asyncio.run(run())
-
-
-def test_a_burst_to_one_engine_leaves_room_for_the_others() -> None:
-    async def run() -> None:
-        a, b = bytes_of(WHOLE), bytes_of(WHOLE)
-        async with asking(a, most_idle=2, idle_seconds=60.0) as (to_a, pool), asking(b) as (own, _):
-            to_b = Client(pool, own.url)
-            await asyncio.gather(*(to_a.get() for _ in range(5)))
-            await to_b.get()
-            assert pool.idle_count == 2  # all of them connections to A
-            expire(pool)
-            for _ in range(3):
-                await to_b.get()
-            assert b.connections == 2 and len(pool.connections) == pool.idle_count == 1
+            assert server.connections == 7 and len(pool.connections) == idle(pool) == 1
 
     asyncio.run(run())
 
@@ -535,10 +520,10 @@ def test_a_burst_to_one_engine_leaves_room_for_the_others() -> None:
 def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
     async def run() -> None:
         async with asking(bytes_of(WHOLE)) as (client, _):
-            urls = (client.url.removesuffix("/x"), "http://bücher.invalid:9")
+            urls = (client.url.removesuffix("/x"), "http://other.invalid:9")
             fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
             await fleet.check(fleet.engines[0])
-            assert fleet.transport.idle_count == 1
+            assert idle(fleet.transport) == 1
             for engine in fleet.engines:
                 fleet.remove(engine)
             assert not fleet.transport.connections and not fleet.engines
@@ -613,13 +598,10 @@ def test_an_engine_is_reached_while_its_name_cannot_be_looked_up(
         over.set()
 
 
-def test_a_refused_connection_and_a_bad_header_are_told_apart() -> None:
+def test_a_refused_connection() -> None:
     async def run() -> None:
-        server = bytes_of(WHOLE)
-        async with asking(server) as (client, pool):
-            with pytest.raises(UnfitRequest):
-                await client.get((b"x", b"a\nb"))
-            assert not pool.connections and not server.requests
+        async with asking(bytes_of(WHOLE)) as (client, _):
+            pass
         with pytest.raises(NoConnection):
             await client.get()
 
@@ -633,8 +615,4 @@ def test_addresses() -> None:
 
     assert parts("http://e:81/a/v1") == ("e", 81, False, b"e:81", b"/a/v1")
     assert parts("https://e") == ("e", 443, True, b"e", b"/")
-    assert parts("http://[::1]:9/x?y=%20z") == ("::1", 9, False, b"[::1]:9", b"/x?y=%20z")
-    assert parts("http://bücher:9/ä b") == (
-        *("xn--bcher-kva", 9, False),
-        *(b"xn--bcher-kva:9", b"/%C3%A4%20b"),
-    )
+    assert parts("http://[::1]:9/x") == ("::1", 9, False, b"[::1]:9", b"/x")

@@ -156,7 +156,7 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     assert index.size == 2
     a.store(tokens[:4])  # of the engine's next life
     assert held(index, tokens) == {("a", "gpu"): 4, ("b", "gpu"): 8}
-    assert index.distinct == 2
+    assert len(index._where) == 2
     for _ in range(200):
         a.store(tokens)
         index.forget("a")
@@ -174,20 +174,20 @@ def test_a_large_engine_is_forgotten_in_small_steps() -> None:
     b.store(large[:40])
     index.forget("a")
     assert held(index, large) == {("b", "gpu"): 40} and index.size == 10
-    left = [index.distinct]
-    while index.distinct > 10:
+    left = [len(index._where)]
+    while len(index._where) > 10:
         a.store(large[:20])  # of the engine's next life; what is left of the last one has no effect
         assert held(index, large) == {("a", "gpu"): 20, ("b", "gpu"): 40}
-        left.append(index.distinct)
+        left.append(len(index._where))
     assert left[0] > count // 2 and all(old - new <= 1024 for old, new in pairwise(left))
-    assert index.distinct == 10 and index._bits.bit_count() == 2 and index.size == 15
+    assert len(index._where) == 10 and index._bits.bit_count() == 2 and index.size == 15
     # Not all of them are kept if they come faster than they go.
     small = CacheIndex(most_blocks=3000)
     c = Told(small, "c")
     for seed in range(20):
         c.store(numbers(4 * 2500, seed))
         small.forget("c")
-        assert small.distinct <= 2 * 3000
+        assert len(small._where) <= 2 * 3000
     assert held(small, numbers(40, 19)) == {}
 
 
@@ -293,7 +293,7 @@ def test_images_end_what_a_text_can_hit() -> None:
     a.store(tokens, extra_keys=[None, (("cat.png", 5),), None, None], hash_salt="cat")
     a.store(tokens, extra_keys=[None, (("dog.png", 5),), None, None], hash_salt="dog")
     assert held(index, tokens) == {("a", "gpu"): 4}
-    assert index.distinct == 7
+    assert len(index._where) == 7
     # keys that cannot be laid to a block
     a.store(tokens, extra_keys=[None], hash_salt="odd")
     assert a.part.unplaced == 4
@@ -406,7 +406,7 @@ def test_an_engine_without_events_is_estimated() -> None:
     (holding,) = index.holdings(prompt(tokens))
     assert (holding.engine, holding.tokens) == ("a", 40)
     stats = index.stats()["a"]
-    assert (stats.state, stats.blocks, stats.estimated_blocks) == ("estimated", 0, 10)
+    assert (stats.state, stats.known, len(stats.estimates)) == ("estimated", 0, 10)
     # its cache is full: the prompt that was not used for longest leaves, its end first
     other = numbers(20, seed=1)
     index.sent("a", prompt(other))
@@ -414,16 +414,16 @@ def test_an_engine_without_events_is_estimated() -> None:
     index.sent("a", prompt(tokens[:28]))
     index.sent("a", prompt(numbers(8, seed=2)))
     assert held(index, other) == {("a", "gpu"): 12} and held(index, tokens) == {("a", "gpu"): 28}
-    assert index.stats()["a"].estimated_blocks == 12 == index.size
+    assert len(index.stats()["a"].estimates) == 12 == index.size
     index.forget("a")
     assert held(index, tokens) == {} and index.size == 0
 
 
 def test_an_estimate_has_the_engines_blocks_and_as_many_tokens() -> None:
     index, tokens = CacheIndex(), numbers(640)
-    for named, size in ((0, 16), (64, 64), (0, 64), (10**9, 64), (32, 32)):
+    for named, size in ((0, 16), (64, 64), (0, 64), (32, 32)):
         index.sent("a", prompt(tokens), named)
-        assert index.stats()["a"].estimated_blocks == 640 // size == index.size
+        assert len(index.stats()["a"].estimates) == 640 // size == index.size
         part = index.part("a")
         assert part.capacity_blocks * part.estimate_tokens == 16_384 * 16
     # what events tell counts more
@@ -445,7 +445,7 @@ def test_what_was_just_sent_counts_until_events_come() -> None:
     index.sent("a", prompt(tokens))
     now[0] += PENDING_SECONDS
     assert held(index, tokens) == {("a", "gpu"): 20}
-    assert index.stats()["a"].estimated_blocks == 0
+    assert len(index.stats()["a"].estimates) == 0
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -473,7 +473,7 @@ def test_estimates_beside_a_plain_model(live: bool) -> None:
         model = dict(list(model.items())[-capacity:])
         now[0] += random_.choice((0, 0.5, PENDING_SECONDS / 4))
         model = {prefix: until for prefix, until in model.items() if until > now[0]}
-        assert index.stats()["a"].estimated_blocks == index.size == len(model)
+        assert len(index.stats()["a"].estimates) == index.size == len(model)
 
 
 def test_what_an_engine_did_not_have_is_not_believed() -> None:
@@ -540,7 +540,7 @@ def test_what_a_removed_engine_still_tells_is_dropped() -> None:
     a = Told(index, "a")
     index.remove("a")
     a.store(tokens)
-    assert index.size == 0 and index.distinct == 0 and held(index, tokens) == {}
+    assert index.size == 0 and len(index._where) == 0 and held(index, tokens) == {}
 
 
 def test_the_index_is_bounded_and_fair() -> None:
@@ -555,7 +555,7 @@ def test_the_index_is_bounded_and_fair() -> None:
         assert index.size <= 1000
         assert held(index, popular)["large", "gpu"] == 40
     assert held(index, kept) == {("small", "gpu"): 400}
-    assert index.distinct == index.size and len(index._used) <= index.size
+    assert len(index._where) == index.size and len(index._used) <= index.size
     assert held(index, numbers(100, seed=99))["large", "gpu"] == 100
     # an unused prompt is forgotten, and its removal is no surprise
     old = numbers(100, seed=0)
@@ -570,18 +570,13 @@ def test_hostile_events_do_not_grow_the_index() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")
     a.store(tokens)
-    for size in (0, -1, 1 << 40):
+    for size in (0, -1):
         index.told(a.part, [Stored([1], None, [1] * 4, size, medium="GPU", group_idx=0)])
-    for group in (-1, 1 << 40):
-        a.store(tokens, group_idx=group)
     index.told(a.part, [Stored([1, 2, 3], None, [1] * 4, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([5], None, [1] * 5, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([6], None, [-1] * 4, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([7], None, [1 << 40] * 4, 4, medium="GPU", group_idx=0)])
     assert a.part.garbage == 2
-    for size in range(5, 100):
-        index.told(a.part, [Stored([8], None, [1] * size, size, medium="GPU", group_idx=size % 60)])
-    assert len(index._walks) <= 16 and index.size <= 30
     with pytest.raises(ValueError, match="token ids must be"):
         prompt([-1])
 
@@ -660,7 +655,7 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
         for group in groups[name]:
             for prefix in held_by[name, group]:
                 engines[name].remove(prefix, group=group)
-    assert index.size == 0 and index.distinct == 0 and not index._used
+    assert index.size == 0 and len(index._where) == 0 and not index._used
     assert not any(engine.part.copies for engine in engines.values())
 
 

@@ -92,7 +92,7 @@ async def serving(engine: Engine) -> AsyncIterator[EngineTransport]:
     server.lifespan = config.lifespan_class(config)
     await server.startup()
     engine.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    transport = EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
+    transport = EngineTransport(ssl.create_default_context(), 2.0, 1.0)
     try:
         yield transport
     finally:

@@ -198,7 +198,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     part = index.part(engine.url)
     task = asyncio.create_task(EventStreams(index, engine.url, source).run())
     client = httpx.AsyncClient(trust_env=False, timeout=SECONDS)
-    transport = EngineTransport(ssl.create_default_context(), 4, 2.0, 1.0)
+    transport = EngineTransport(ssl.create_default_context(), 2.0, 1.0)
     rendered = PromptChains(transport, seconds=PATIENCE_SECONDS)
     tokenized = PromptChains(transport, seconds=PATIENCE_SECONDS)
     tokenized._engine(engine.url).render_at = math.inf

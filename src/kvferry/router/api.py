@@ -241,6 +241,7 @@ def _many(value: bytes) -> bool:
 # Configuration
 
 _TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
+_URL = re.compile(r"[!-~]+")
 _LEAST_WEIGHT = 0.001
 COMMAND_LINE = "the command line"  # as a source of engines
 _WITHOUT_EFFECT = ("max_engines",)  # limits of earlier versions
@@ -466,7 +467,8 @@ def base_url(text: str) -> str:
         named = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError as error:
         raise DescriptionError(f"cannot read the engine's address {text!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not named or parts.query or parts.fragment:
+    named &= parts.scheme in ("http", "https") and _URL.fullmatch(parts.geturl()) is not None
+    if not named or parts.query or parts.fragment:
         raise DescriptionError(f"cannot read the engine's address {text!r}; write http://host:port")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc.lower()}{path}"

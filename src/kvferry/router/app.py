@@ -48,7 +48,6 @@ from kvferry.router.guard import (
     ClientGone,
     RequestMemory,
     read_body,
-    require_short,
 )
 from kvferry.router.live import LiveStream
 from kvferry.router.server import Listen, RouterServer, TlsConnection
@@ -316,7 +315,6 @@ class ApiRoute:
 
     async def _serve(self, asked: Incoming, request: ClientRequest, reply: ClientReply) -> None:
         router, headers = self._router, request.head.headers
-        require_short(headers)
         body = request.whole_body(router.limits.max_body_bytes)
         if body is None:
             body = await read_body(headers, request.read, asked.held, router.limits)
@@ -400,10 +398,10 @@ def metrics_text(router: Router) -> str:
     asked = by("how", placing.prompts.counts)
     add("tokenized_total", "Prompts by how their tokens were found.", asked)
     known, lost = {}, {}
-    for url, stats in placing.index.stats().items():
+    for url, part in placing.index.stats().items():
         engine = f'engine="{_escape(url)}"'
-        known[f'{{{engine},state="{stats.state}"}}'] = stats.blocks + stats.estimated_blocks
-        lost[f"{{{engine}}}"] = stats.lost_events
+        known[f'{{{engine},state="{part.state}"}}'] = part.size
+        lost[f"{{{engine}}}"] = part.lost_events
     add("cache_blocks", "Blocks that the router believes an engine holds.", known)
     add("cache_lost_events_total", "Batches of KV events that were lost.", lost)
     return "\n".join(lines) + "\n" + generate_latest(router.registry).decode()

@@ -85,8 +85,7 @@ class EngineView(msgspec.Struct, frozen=True):
     running: int  # requests that decode there, or are on their way to it
     prefill: Rate
     step_seconds: float  # of one decode step at its load
-    up: bool = True
-    draining: bool = False
+    up: bool = True  # and has room for a request
     free_blocks: float = 1.0  # share of its cache that no running request holds; 1.0: not known
     cache_tokens: int = 0  # that its cache holds; 0: not known
     waiting: int = 0  # requests that it has not let in
@@ -158,7 +157,7 @@ def place(
     weights: Weights = DEFAULT,
 ) -> Decision | None:
     """The decision for one request; None if no decode engine can take it."""
-    usable = [e for e in engines if e.up and not e.draining]
+    usable = [e for e in engines if e.up]
     found = options(prompt, usable, weights)
     return choose(found, usable, random, weights) if found else None
 

@@ -63,7 +63,7 @@ from kvferry.router.api import (
     RouterConfig,
     ticket_of,
 )
-from kvferry.router.cache.index import IndexStats
+from kvferry.router.cache.index import Publisher
 from kvferry.router.choice import Decision, Option
 from kvferry.router.clients import ClientRequest
 from kvferry.router.fleet.engines import (
@@ -186,12 +186,12 @@ class Router:
 STARTING_SECONDS = 600.0  # after which an engine that was never up counts as down, not starting
 
 
-def _engine_now(engine: UpstreamEngine, meter: EngineMeter, stats: IndexStats | None) -> EngineNow:
+def _engine_now(engine: UpstreamEngine, meter: EngineMeter, part: Publisher | None) -> EngineNow:
     since, running = engine.down_since, meter.running
     prefill, step = meter.prefill_line.fit(), meter.step_line.fit()
     down = None if since is None else time.monotonic() - since
     decodes = "decode" in engine.roles
-    cache = None if stats is None else CacheNow(stats.state, stats.blocks + stats.estimated_blocks)
+    cache = None if part is None else CacheNow(part.state, part.size)
     return EngineNow(
         url=engine.url,
         roles=sorted(engine.roles, reverse=True),

@@ -37,10 +37,6 @@ from kvferry.router.api import ApiError, Headers, Limits
 
 Lack = Literal["address", "all"]  # which limit is reached
 
-# An engine's server may refuse long headers by closing the connection, which looks like a failed
-# engine. These limits are a guess at what engines take.
-_MAX_HEADER_BYTES = 32 << 10
-_MAX_HEADERS = 128
 # The router holds a byte of a body twice: as it came, and as an engine gets it. It holds a byte of
 # an answer twice while it joins the parts.
 _COPIES = 2
@@ -142,13 +138,6 @@ class RequestMemory:
 
 class ClientGone(Exception):
     """The client closed its connection, or stopped reading or writing."""
-
-
-def require_short(headers: Headers) -> None:
-    """Refuse a request with more headers than engines take. Raises ApiError."""
-    if len(headers) > _MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
-        most = f"at most {_MAX_HEADERS} headers, of {_MAX_HEADER_BYTES} bytes together"
-        raise ApiError(431, "headers_too_large", most)
 
 
 async def read_body(

@@ -22,10 +22,9 @@ from http import HTTPStatus
 from kvferry.errors import KvferryError
 from kvferry.router.api import Headers
 
-MAX_HEAD_BYTES = 64 << 10  # of a head, of a line between two chunks, and of all trailers
-# Each chunk costs the router's only thread about 1 us, whatever its size.
-_SMALL_CHUNK_BYTES = 512
-_MAX_SMALL_CHUNKS = 1024
+# Of a head, and of a line between two chunks. An engine's server may refuse a longer head by
+# closing the connection, which looks like a failed engine.
+MAX_HEAD_BYTES = 32 << 10
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _REQUEST = re.compile(rb"(" + _TOKEN + rb") ([\x21-\x7e]+) HTTP/1\.([01])")
@@ -94,8 +93,7 @@ def read_request(head: bytes) -> RequestHead:
         raise HttpError(f"a request must have one Host header; this one has {hosts}")
     if chunked and not is_1_1:
         raise HttpError("HTTP/1.0 has no Transfer-Encoding")
-    body = Body(chunked, length or 0, _MAX_SMALL_CHUNKS)
-    keeps = is_1_1 and not closes
+    body, keeps = Body(chunked, length or 0), is_1_1 and not closes
     return RequestHead(first[1].decode(), first[2], headers, keeps, is_1_1, expects, body)
 
 
@@ -117,13 +115,8 @@ def read_answer(head: bytes, *, to_head: bool = False) -> AnswerHead:
 
 
 def write_head(first: bytes, headers: Headers) -> bytes:
-    """A head with its empty line. Raises HttpError for a header that would make another line."""
-    lines = [first, *[name + b": " + value for name, value in headers], b"\r\n"]
-    head = b"\r\n".join(lines)
-    count = len(headers) + 2
-    if head.count(b"\n") != count or head.count(b"\r") != count:
-        raise HttpError("a header has a line break")
-    return head
+    """A head with its empty line. Headers that were read have no line breaks (`_FIELDS`)."""
+    return b"\r\n".join([first, *[name + b": " + value for name, value in headers], b"\r\n"])
 
 
 def status_line(status: int) -> bytes:
@@ -133,7 +126,7 @@ def status_line(status: int) -> bytes:
 class Body:
     """The body of one message, as it comes."""
 
-    def __init__(self, chunked: bool, length: float, most_small_chunks: float = math.inf) -> None:
+    def __init__(self, chunked: bool, length: float) -> None:
         """`length` of a body without chunks; infinite: it ends with the connection."""
         self.chunked = chunked
         self.parts: list[bytes] = []  # that came, and were not taken yet
@@ -142,8 +135,6 @@ class Body:
         self._left = 0 if chunked else length  # of the body, or of a chunk
         self._line = b""  # between chunks: a line that has not come to its end
         self._behind_chunk = self._behind_last = False
-        self._small_left = most_small_chunks
-        self._trailers = 0
 
     @property
     def ends_with_connection(self) -> bool:
@@ -192,7 +183,7 @@ class Body:
         """Take `data` if it is one whole chunk, like most events of a stream. Otherwise return
         False, and take nothing."""
         found = _ONE_CHUNK.match(data)
-        if found is None or self._small_left != math.inf:
+        if found is None:
             return False
         begin, size = found.end(), int(found[1], 16)
         if not size or len(data) != begin + size + 2 or not data.endswith(b"\r\n"):
@@ -217,18 +208,11 @@ class Body:
             self.whole = not line  # other lines are trailers, which are dropped
             if line and _TRAILER.fullmatch(line) is None:
                 raise HttpError(f"no trailer is {line[:40]!r}")
-            self._trailers += len(line)
-            if self._trailers > MAX_HEAD_BYTES:
-                raise HttpError("the trailers are too long")
         elif self._behind_chunk and not line:
             self._behind_chunk = False
         elif not self._behind_chunk and (found := _CHUNK_SIZE.fullmatch(line)):
-            size = int(found[1], 16)
-            self._left = size
-            self._behind_last = not size
-            self._small_left -= size < _SMALL_CHUNK_BYTES
-            if self._small_left < 0:
-                raise HttpError(f"too many chunks below {_SMALL_CHUNK_BYTES} bytes")
+            self._left = int(found[1], 16)
+            self._behind_last = not self._left
         else:
             raise HttpError(f"no chunk begins with {line[:40]!r}")
 

@@ -245,23 +245,18 @@ class FleetMeter:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._meters: dict[str, EngineMeter] = {}
+        self.meters: dict[str, EngineMeter] = {}  # by engine
         self._outputs: deque[int] = deque(maxlen=MEAN_OF)
 
     def __getitem__(self, engine: str) -> EngineMeter:
-        if engine not in self._meters:
-            self._meters[engine] = EngineMeter(self._clock)
-        return self._meters[engine]
-
-    @property
-    def names(self) -> list[str]:
-        """The engines that have a meter."""
-        return list(self._meters)
+        if engine not in self.meters:
+            self.meters[engine] = EngineMeter(self._clock)
+        return self.meters[engine]
 
     def keep(self, engines: Iterable[str]) -> None:
         """Forget all engines but these."""
         wanted = set(engines)
-        self._meters = {name: m for name, m in self._meters.items() if name in wanted}
+        self.meters = {name: m for name, m in self.meters.items() if name in wanted}
 
     def answered(self, tokens: int) -> None:
         """An answer had so many tokens."""
@@ -278,7 +273,6 @@ class FleetMeter:
         roles: frozenset[Role],
         *,
         up: bool = True,
-        draining: bool = False,
         pooled: bool = False,
         usual: EngineCosts | None = None,
     ) -> EngineView:
@@ -290,7 +284,6 @@ class FleetMeter:
             name=engine,
             roles=roles,
             up=up,
-            draining=draining,
             waiting_tokens=max(0, round(meter.waiting_work)),
             running=running,
             prefill=costs.prefill,
@@ -305,7 +298,7 @@ class FleetMeter:
 
     def usual(self) -> EngineCosts:
         """The costs of an engine with too few samples: the median of the others."""
-        meters, default = self._meters.values(), _DEFAULT
+        meters, default = self.meters.values(), _DEFAULT
         prefill = _median(meter.prefill_line.fit() for meter in meters)
         step = _median(meter.step_line.fit() for meter in meters)
         receive = _median(meter.receive_line.fit() for meter in meters)

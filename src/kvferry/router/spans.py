@@ -39,9 +39,10 @@ class RouterSpans:
     """The spans of one router."""
 
     def __init__(self, provider: Any) -> None:
+        from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
+        self._provider, self.trace = provider, trace
         self.tracer = provider.get_tracer("kvferry.router")
         self.propagator = TraceContextTextMapPropagator()
 
@@ -77,14 +78,12 @@ class RequestSpans:
     def __init__(
         self, router: RouterSpans, method: str, path: str, request_id: str, headers: Headers
     ) -> None:
-        from opentelemetry.trace import SpanKind
-
         self._router = router
         carried = {k.decode(): v.decode("latin-1") for k, v in headers if k in _CONTEXT}
         self._span = router.tracer.start_span(
             f"{method} {path}",
             context=router.propagator.extract(carried),
-            kind=SpanKind.SERVER,
+            kind=router.trace.SpanKind.SERVER,
             attributes={
                 "http.request.method": method,
                 "url.path": path,
@@ -95,26 +94,23 @@ class RequestSpans:
 
     def part(self, name: str, engine: str = "") -> None:
         """The part before ends, and this one begins."""
-        from opentelemetry.trace import SpanKind, set_span_in_context
-
+        trace = self._router.trace
         if self._part is not None:
             self._part.end()
         self._part = self._router.tracer.start_span(
             name,
-            context=set_span_in_context(self._span),
-            kind=SpanKind.CLIENT if engine else SpanKind.INTERNAL,
+            context=trace.set_span_in_context(self._span),
+            kind=trace.SpanKind.CLIENT if engine else trace.SpanKind.INTERNAL,
             attributes={"server.address": engine} if engine else None,
         )
 
     def part_failed(self, why: str) -> None:
-        _failed(self._part or self._span, why)
+        self._failed(self._part or self._span, why)
 
     def passed_on(self, headers: Headers) -> Headers:
         """A request's headers for the engine that is asked in this part."""
-        from opentelemetry.trace import set_span_in_context
-
         carried: dict[str, str] = {}
-        context = set_span_in_context(self._part or self._span)
+        context = self._router.trace.set_span_in_context(self._part or self._span)
         self._router.propagator.inject(carried, context)
         ours = [(name.encode(), value.encode("latin-1")) for name, value in carried.items()]
         return [(k, v) for k, v in headers if k not in _CONTEXT] + ours
@@ -127,8 +123,12 @@ class RequestSpans:
             figures["http.response.status_code"] = status
         self._span.set_attributes(figures)
         if outcome not in _WELL:
-            _failed(self._span, outcome)
+            self._failed(self._span, outcome)
         self._span.end()
+
+    def _failed(self, span: Any, why: str) -> None:
+        trace = self._router.trace
+        span.set_status(trace.Status(trace.StatusCode.ERROR, why))
 
 
 def _figures(placed: Placed | None) -> dict[str, Any]:
@@ -148,12 +148,6 @@ def _figures(placed: Placed | None) -> dict[str, Any]:
     if placed.actual_ms is not None:
         figures["actual_seconds"] = placed.actual_ms / 1000
     return {f"kvferry.{name}": value for name, value in figures.items()}
-
-
-def _failed(span: Any, why: str) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_status(Status(StatusCode.ERROR, why))
 
 
 def _provider() -> Any:

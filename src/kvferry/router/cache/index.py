@@ -40,7 +40,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat, takewhile
 from typing import Any, Literal
@@ -54,9 +54,6 @@ Hash = int | bytes  # an engine's own name of it
 State = Literal["live", "replaying", "estimated", "lost"]
 
 PENDING_SECONDS = 10.0  # in which the events of a prompt that was sent to an engine must come
-_MOST_BLOCK_TOKENS = 1 << 20
-_MOST_GROUPS = 64  # of one engine; real models have up to a dozen
-_MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
 # After so many removals of known blocks in a row, an engine has evicted everything that it stored
 # before its events were lost, because engines evict the oldest blocks first.
 _TURNED_OVER = 64
@@ -170,16 +167,6 @@ class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
 Event = Stored | Removed | Cleared
 
 
-@dataclass(frozen=True, slots=True)
-class IndexStats:
-    """What the index knows of one engine."""
-
-    state: State
-    blocks: int  # that the engine told of
-    estimated_blocks: int
-    lost_events: int  # batches that could not be had, since the router started
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """One group of one tier of one engine; to look a pool up, of all engines that tell of it."""
@@ -234,7 +221,13 @@ class Publisher:
 
     @property
     def known(self) -> int:
+        """Blocks that the engine told of."""
         return sum(map(len, self.blocks.values()))
+
+    @property
+    def size(self) -> int:
+        """All blocks that it is believed to hold."""
+        return self.known + len(self.estimates)
 
 
 class CacheIndex:
@@ -303,22 +296,14 @@ class CacheIndex:
             p.engine for p in self._parts.values() if any(tier == "pool" for tier, _ in p.slots)
         }
 
-    def stats(self) -> dict[str, IndexStats]:
-        """By engine."""
-        result: dict[str, IndexStats] = {}
+    def stats(self) -> Mapping[str, Publisher]:
+        """By engine, without estimates that have ended."""
         now = self._clock()
-        for engine, part in self._parts.items():
+        for part in self._parts.values():
             ends = part.estimates
             ended = takewhile(lambda digest: ends[digest] <= now, ends)  # noqa: B023
             self._take_out(part, list(ended))
-            result[engine] = IndexStats(part.state, part.known, len(ends), part.lost_events)
-        return result
-
-    @property
-    def distinct(self) -> int:
-        """Blocks that engines told of, or that are not swept yet; one that two engines hold counts
-        once."""
-        return len(self._where)
+        return self._parts
 
     # Lookups
 
@@ -356,7 +341,7 @@ class CacheIndex:
         part = self.part(engine)
         told = part.slots.get(("gpu", 0))
         size = block_tokens if told is None else told.block_tokens
-        if 0 < size <= _MOST_BLOCK_TOKENS and size != part.estimate_tokens:
+        if size > 0 and size != part.estimate_tokens:
             self._drop_estimates(part, len(part.estimates))
             tokens = part.capacity_blocks * part.estimate_tokens
             part.estimate_tokens, part.capacity_blocks = size, max(1, tokens // size)
@@ -521,12 +506,10 @@ class CacheIndex:
         """The slot of an event, made when it is first needed; None if it can have none."""
         tier, group = _tier(event.medium, event.locality), event.group_idx or 0
         size = self._size_of(part, event)
-        if tier is None or not 0 <= group < _MOST_GROUPS or not 0 < size <= _MOST_BLOCK_TOKENS:
+        if tier is None or size <= 0:
             return None
         slot = part.slots.get((tier, group))
         if slot is None or slot.block_tokens < size:
-            if size not in self._walks and len(self._walks) >= _MOST_SIZES:
-                return None
             if slot is not None:  # those were parts of blocks
                 self._retire(part, [(tier, group)])
             same = part.slots.get(("gpu", group))  # the pool's events do not tell the kind
@@ -638,7 +621,7 @@ class CacheIndex:
             unswept = sum(len(blocks) for _, blocks in self._forgotten)
             self._sweep(max(_SWEPT_EACH_TIME, unswept - self.most_blocks))
         while self.size > self.most_blocks:
-            part = max(self._parts.values(), key=lambda p: p.known + len(p.estimates))
+            part = max(self._parts.values(), key=lambda p: p.size)
             self._trim(part, self.size - self.most_blocks + self.most_blocks // _TRIMMED_SHARE)
 
     def _trim(self, part: Publisher, count: int) -> None:

@@ -5,12 +5,11 @@ A connection belongs to one request at a time, so there is nothing to lock. Afte
 is idle again, if both sides keep it. After anything else (an error, a cancelled request, a client
 that leaves in the middle of an answer) it is closed at once, and the engine aborts. An idle
 connection that its engine closes, or on which it sends anything, is closed. One that was idle for
-too long is closed with the next request to its engine (probes are requests too), or when another
-connection needs its place.
+too long is closed with the next request to its engine; probes are requests too.
 
 Answers are read as fast as their client takes them. A stream passes straight from `data_received`
-to the client (`EngineAnswer.pass_on`). The request's task sleeps until the stream is over, because
-waking it costs more than all other work for an event.
+to the client (`EngineConnection.pass_on`). The request's task sleeps until the stream is over,
+because waking it costs more than all other work for an event.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from kvferry.errors import KvferryError
 from kvferry.router.api import Headers, StreamSink
 from kvferry.router.guard import end_if_silent
-from kvferry.router.http1 import AnswerHead, Body, HttpError, read_answer, split_head, write_head
+from kvferry.router.http1 import AnswerHead, HttpError, read_answer, split_head, write_head
 
 # After which an engine's host is given up. Probes are as fast, but speak of new connections alone:
 # a request there would wait for its own deadline, of up to half an hour.
@@ -37,7 +36,6 @@ _SILENT_SECONDS = 30.0
 _MOST_UNREAD_BYTES = 64 << 10  # of an answer; then the engine has to wait
 # Read at a time. asyncio reads 256 KiB, and several such pieces would wait for every slow client.
 _READ_BYTES = 32 << 10
-_IN_TARGET = "/%?:@!$&'()*+,;=~-._"
 _SMALL_BYTES = 64 << 10  # bodies that are sent with their head; larger ones are not copied
 
 
@@ -51,10 +49,6 @@ class NoConnection(KvferryError):
 
 class BrokenAnswer(KvferryError):
     """An engine's answer is no HTTP, or its connection ended before the answer did."""
-
-
-class UnfitRequest(KvferryError):
-    """The request cannot be written as HTTP. Nothing was sent."""
 
 
 class EngineOrigin(NamedTuple):
@@ -85,32 +79,21 @@ async def addresses(name: str) -> list[str]:
 def address_of_url(url: str) -> EngineAddress:
     parts = urlsplit(url)
     secure = parts.scheme == "https"
-    name = parts.hostname or ""
-    if not name.isascii():
-        name = name.encode("idna").decode()
-    host = f"[{name}]" if ":" in name else name
-    if parts.port is not None:
-        host += f":{parts.port}"
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    origin = EngineOrigin(name, parts.port or (443 if secure else 80), secure)
-    return EngineAddress(origin, host.encode(), quote(target, safe=_IN_TARGET).encode())
+    origin = EngineOrigin(parts.hostname or "", parts.port or (443 if secure else 80), secure)
+    return EngineAddress(origin, parts.netloc.encode(), (parts.path or "/").encode())
 
 
 class EngineTransport:
     """Sends requests of one event loop."""
 
-    def __init__(
-        self, tls: ssl.SSLContext, most_idle: int, idle_seconds: float, connect_seconds: float
-    ) -> None:
+    def __init__(self, tls: ssl.SSLContext, idle_seconds: float, connect_seconds: float) -> None:
         self._tls = tls
-        self._most_idle = most_idle
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
-        self._idle: dict[EngineOrigin, dict[_Connection, None]] = {}  # the newest is last
+        self._idle: dict[EngineOrigin, dict[EngineConnection, None]] = {}  # the newest is last
         self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
         self._addresses_of: dict[str, list[str]] = {}  # by name, as the last lookup found them
-        self.idle_count = 0
-        self.connections: set[_Connection] = set()
+        self.connections: set[EngineConnection] = set()
 
     async def ask(
         self,
@@ -119,28 +102,25 @@ class EngineTransport:
         headers: Headers,
         body: bytes,
         until: float = math.inf,
-    ) -> EngineAnswer:
-        """The head of an answer, whose body is read from it. `headers` go behind `Host`, and with
-        the body's length.
+    ) -> EngineConnection:
+        """The connection with an answer whose head has come. The caller reads the rest, and calls
+        `done` once. `headers` go behind `Host`, and with the body's length.
 
-        Raises NoConnection, BrokenAnswer, UnfitRequest, and TimeoutError `until`, in the loop's
-        time. A new connection has `connect_seconds`, or less where `until` comes first.
+        Raises NoConnection, BrokenAnswer, and TimeoutError `until`, in the loop's time. A new
+        connection has `connect_seconds`, or less where `until` comes first.
         """
         lines = [(b"host", at.host), *headers]
         if body or method == b"POST":
             lines.append((b"content-length", b"%d" % len(body)))
-        try:
-            head = write_head(method + b" " + at.target + b" HTTP/1.1", lines)
-        except HttpError as error:
-            raise UnfitRequest(str(error)) from error
+        head = write_head(method + b" " + at.target + b" HTTP/1.1", lines)
         connection = self._take(at.origin) or await self._connect(at.origin, until)
         try:
             connection.send(head, body, to_head=method == b"HEAD")
-            answer = await connection.head(until)
+            await connection.read_head(until)
         except BaseException:
             connection.close()
             raise
-        return EngineAnswer(answer.status, answer.headers, connection)
+        return connection
 
     async def fetch(
         self,
@@ -163,8 +143,8 @@ class EngineTransport:
                 size += len(data)
                 parts.append(data)
         finally:
-            answer.close()
-        return answer.status, b"".join(parts)
+            answer.done()
+        return answer.head.status, b"".join(parts)
 
     def close(self) -> None:
         for connection in list(self.connections):
@@ -176,9 +156,11 @@ class EngineTransport:
         for connection in list(self._idle.get(origin, ())):
             connection.close()
 
-    def _take(self, origin: EngineOrigin) -> _Connection | None:
-        self._close_expired([origin])
-        while idle := self._idle.get(origin):
+    def _take(self, origin: EngineOrigin) -> EngineConnection | None:
+        now, idle = asyncio.get_running_loop().time(), self._idle.get(origin, {})
+        for connection in list(takewhile(lambda c: c.expires <= now, idle)):
+            connection.close()
+        while idle:
             connection = next(reversed(idle))
             self._not_idle(connection)
             if not connection.spoiled():
@@ -186,7 +168,7 @@ class EngineTransport:
             connection.close()
         return None
 
-    async def _connect(self, origin: EngineOrigin, until: float) -> _Connection:
+    async def _connect(self, origin: EngineOrigin, until: float) -> EngineConnection:
         late = asyncio.get_running_loop().time() + self._connect_seconds
         try:
             async with asyncio.timeout_at(min(late, until)):
@@ -199,7 +181,7 @@ class EngineTransport:
         except OSError as error:  # also an SSLError
             raise NoConnection(str(error)) from error
 
-    async def _connect_to_any(self, origin: EngineOrigin) -> _Connection:
+    async def _connect_to_any(self, origin: EngineOrigin) -> EngineConnection:
         """A connection to the first of a host's addresses that accepts one. Raises OSError."""
         name = origin.host
         is_address = ":" in name or name.replace(".", "").isdigit()
@@ -208,7 +190,7 @@ class EngineTransport:
             try:
                 # Without happy_eyeballs_delay, which leaves sockets open when it is cancelled.
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self, origin),
+                    lambda: EngineConnection(self, origin),
                     host,
                     origin.port,
                     ssl=self._tls if origin.secure else None,
@@ -240,40 +222,27 @@ class EngineTransport:
 
     # Called by connections
 
-    def lost(self, connection: _Connection) -> None:
+    def lost(self, connection: EngineConnection) -> None:
         self._not_idle(connection)
         self.connections.discard(connection)
 
-    def free(self, connection: _Connection) -> None:
+    def free(self, connection: EngineConnection) -> None:
         """A connection has brought its answer, and can bring another one."""
-        if self.idle_count >= self._most_idle:
-            self._close_expired(list(self._idle))
-        if self.idle_count >= self._most_idle:
-            connection.close()
-            return
         self._idle.setdefault(connection.origin, {})[connection] = None
-        self.idle_count += 1
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
 
-    def _close_expired(self, origins: list[EngineOrigin]) -> None:
-        now = asyncio.get_running_loop().time()
-        for origin in origins:
-            idle = self._idle.get(origin, {})
-            for connection in list(takewhile(lambda c: c.expires <= now, idle)):
-                connection.close()
-
-    def _not_idle(self, connection: _Connection) -> None:
-        if not connection.expires:
-            return
-        connection.expires = 0.0
-        idle = self._idle[connection.origin]
-        del idle[connection]
-        self.idle_count -= 1
-        if not idle:
-            del self._idle[connection.origin]
+    def _not_idle(self, connection: EngineConnection) -> None:
+        if connection.expires:
+            connection.expires = 0.0
+            idle = self._idle[connection.origin]
+            del idle[connection]
+            if not idle:
+                del self._idle[connection.origin]
 
 
-class _Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
+    """One connection, and the answer that it brings."""
+
     def __init__(self, pool: EngineTransport, origin: EngineOrigin) -> None:
         self.origin = origin
         self.expires = 0.0  # while it is idle: when, in the loop's time
@@ -352,8 +321,8 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
-    async def head(self, until: float) -> AnswerHead:
-        """Raises BrokenAnswer."""
+    async def read_head(self, until: float) -> None:
+        """Raises BrokenAnswer and TimeoutError."""
         data = b""
         try:
             while True:
@@ -372,11 +341,17 @@ class _Connection(asyncio.Protocol):
                 self._receive(data)
         except HttpError as error:
             raise BrokenAnswer(str(error)) from error
-        return head
 
-    async def read(self, until: float) -> bytes:
-        """The next bytes of the body, as soon as there are any; empty at its end."""
-        body = self._body
+    @property
+    def head(self) -> AnswerHead:
+        """Of the answer, once `read_head` has read it."""
+        assert self._head is not None
+        return self._head
+
+    async def read(self, until: float = math.inf) -> bytes:
+        """The next bytes of the body, as soon as there are any; empty at its end. Raises
+        BrokenAnswer and TimeoutError."""
+        body = self.head.body
         while not body.parts and not body.whole:
             try:
                 self._receive(await self._more(until))
@@ -418,30 +393,25 @@ class _Connection(asyncio.Protocol):
         self._error = self._error or ConnectionAbortedError("the router closed the connection")
         self._transport.abort()
 
-    @property
-    def _body(self) -> Body:
-        assert self._head is not None
-        return self._head.body
-
     def _receive(self, data: bytes) -> None:
         """Read bytes of the body; b"" means that the connection ended. Raises HttpError."""
-        assert self._head is not None
-        body = self._head.body
+        head = self.head
+        body = head.body
         if not data and not body.whole:
-            self._head.keeps = False
+            head.keeps = False
             if not body.ends_with_connection or self._error is not None:
                 raise HttpError("the engine closed the connection within its answer")
             body.whole = True
         elif body.whole:
-            self._head.keeps = False  # these bytes would be taken for the next answer
+            head.keeps = False  # these bytes would be taken for the next answer
         else:
             body.receive(data)
             if body.rest:
-                self._head.keeps = False
+                head.keeps = False
 
     def _pass(self, data: bytes | None) -> None:
         """Pass `data` to the sink; None: pass the data that arrived before there was a sink."""
-        body, sink = self._body, self._sink
+        body, sink = self.head.body, self._sink
         assert sink is not None
         try:
             if data is None:
@@ -505,27 +475,3 @@ class _Connection(asyncio.Protocol):
         self._unread_bytes = 0
         self._transport.resume_reading()
         return data
-
-
-@dataclass(slots=True)
-class EngineAnswer:
-    """An answer whose head has come. `close` gives its connection back."""
-
-    status: int
-    headers: Headers  # names in lower case
-    connection: _Connection | None  # None: given back
-
-    async def read(self, until: float = math.inf) -> bytes:
-        """The next bytes of the body; empty at its end. Raises TimeoutError and BrokenAnswer."""
-        return b"" if self.connection is None else await self.connection.read(until)
-
-    async def pass_on(self, sink: StreamSink, seconds: float) -> None:
-        """The rest of the body, as it comes. Raises BrokenAnswer, and TimeoutError if nothing comes
-        for `seconds`."""
-        assert self.connection is not None
-        await self.connection.pass_on(sink, seconds)
-
-    def close(self) -> None:
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.done()

@@ -50,10 +50,9 @@ from kvferry.router.api import (
 from kvferry.router.choice import Role
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
-    EngineAnswer,
+    EngineConnection,
     EngineTransport,
     NoConnection,
-    UnfitRequest,
     address_of_url,
 )
 from kvferry.router.guard import RequestMemory, Turns
@@ -211,11 +210,10 @@ class UpstreamEngine:
 # Less than the 5 s after which uvicorn, and so vLLM, closes an idle connection. A connection that
 # closes while the router sends on it looks like an engine that failed.
 _KEEPALIVE_SECONDS = 2.0
-_IDLE_CONNECTIONS = 256
 _HEALTH_BYTES = 64 << 10  # of the answer to a probe; vLLM's is empty
 # Other 5xx are failures of the request, not of the engine.
 _ENGINE_IS_ILL = (502, 503, 504)
-_TROUBLE = (NoConnection, BrokenAnswer, UnfitRequest, TimeoutError)
+_TROUBLE = (NoConnection, BrokenAnswer, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -299,7 +297,7 @@ class Fleet:
         self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
-            trusting(ca_file), _IDLE_CONNECTIONS, _KEEPALIVE_SECONDS, limits.connect_seconds
+            trusting(ca_file), _KEEPALIVE_SECONDS, limits.connect_seconds
         )
         for spec in specs:
             if not spec.is_name:
@@ -490,7 +488,7 @@ class Fleet:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
                 asking.response = got
-                passed, status = end_to_end(got.headers), got.status
+                passed, status = end_to_end(got.head.headers), got.head.status
                 rest = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
@@ -529,7 +527,7 @@ class Fleet:
         await asyncio.wait({task})  # leaves the probe to the others if this request is cancelled
 
     async def _whole(
-        self, engine: UpstreamEngine, answer: EngineAnswer, held: RequestMemory, until: float
+        self, engine: UpstreamEngine, answer: EngineConnection, held: RequestMemory, until: float
     ) -> bytes:
         """An answer that is not streamed, of at most max_answer_bytes."""
         parts: list[bytes] = []
@@ -584,7 +582,7 @@ class Asking:
         self._fleet, self._engine, self._asked = fleet, engine, asked
         self._held_before = asked.held.bytes
         self.answer: Answer  # once it has come
-        self.response: EngineAnswer | None = None
+        self.response: EngineConnection | None = None
         engine.in_flight += 1
 
     def close(self) -> None:
@@ -593,11 +591,15 @@ class Asking:
         if held.bytes != self._held_before:
             held.add(self._held_before - held.bytes)
         if self.response is not None:
-            self.response.close()
+            self.response.done()
 
 
 async def _pass_on(
-    engine: UpstreamEngine, answer: EngineAnswer, seconds: float, asked: Incoming, sink: StreamSink
+    engine: UpstreamEngine,
+    answer: EngineConnection,
+    seconds: float,
+    asked: Incoming,
+    sink: StreamSink,
 ) -> None:
     """A stream after its first bytes. Raises EngineFailure."""
     try:
@@ -630,6 +632,5 @@ def _failure(
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    if not isinstance(error, UnfitRequest):  # the client's fault
-        engine.failed(reason, refused=refused, during=during)
+    engine.failed(reason, refused=refused, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)

@@ -38,7 +38,6 @@ from kvferry.router.keys import warn_if_readable
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
-_MAX_FILE_BYTES = 1 << 20
 _OPTIONS = {
     "fleet": "--fleet",
     "api_keys": "--api-keys",
@@ -171,8 +170,7 @@ class WatchedFile:
     def read(self) -> None:
         """Use the contents, if they are new or were refused. Raises DescriptionError."""
         try:
-            with self.path.open("rb") as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
+            data = self.path.read_bytes()
         except OSError as error:
             self._digest = b""
             raise DescriptionError(f"cannot read {self.path}: {error.strerror}") from None
@@ -180,8 +178,6 @@ class WatchedFile:
         if digest == self._digest and not self.problem:
             return
         self._digest = digest
-        if len(data) > _MAX_FILE_BYTES:
-            raise DescriptionError(f"{self.path} has more than {_MAX_FILE_BYTES} bytes")
         self._use(data)
         self.used += 1
         self.problem = ""
@@ -210,7 +206,7 @@ def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
     try:
         text = data.decode()
         said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+    except ValueError as error:  # also of bytes that are not UTF-8
         raise DescriptionError(f"{path} cannot be read: {error}") from None
     if not isinstance(said, dict) or set(said) != {"engines"}:
         raise DescriptionError(f"{path} must have `engines`, a list of engines, and nothing else")
