@@ -543,21 +543,27 @@ def test_silent_visitors_delay_no_voucher() -> None:
         assert owner == os.getpid()
 
 
-def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
-    """It is not in another container: its memory can be reached a moment later."""
+@contextlib.contextmanager
+def full_voucher() -> Iterator[tuple[str, socket.socket, contextlib.ExitStack]]:
+    """The name of a voucher's socket with a full queue, the socket, and those who wait there."""
     name = f"vouch-{secrets.token_hex(16)}"
     where = runtime_directory() / name
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as visitors:
         listener.bind(str(where))
-        stack.callback(where.unlink)
+        visitors.callback(where.unlink)
         listener.listen(0)
-        visitors = stack.enter_context(contextlib.ExitStack())
+        waiting = visitors.enter_context(contextlib.ExitStack())
         with pytest.raises(BlockingIOError):
             while True:
-                visitor = visitors.enter_context(socket.socket(socket.AF_UNIX))
+                visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
                 visitor.setblocking(False)
                 visitor.connect(str(where))
+        yield name, listener, waiting
+
+
+def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
+    """It is not in another container: its memory can be reached a moment later."""
+    with full_voucher() as (name, listener, visitors):
         with pytest.raises(DeadlineExceeded, match="does not answer"):
             vouch.ask(name, b"endpoint", soon(0.1))
 
@@ -575,6 +581,35 @@ def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
         answering.start()
         assert vouch.ask(name, b"endpoint", soon(30)) == os.getpid()
         answering.join()
+
+
+def test_a_voucher_that_is_slow_twice_is_waited_for_once() -> None:
+    """There is room in its queue after a while, and then it does not answer."""
+    with full_voucher() as (name, listener, visitors):
+
+        def make_room() -> None:
+            visitors.close()
+            listener.accept()[0].close()
+
+        making = threading.Timer(2.0, make_room)
+        making.start()
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="does not answer"):
+            vouch.ask(name, b"endpoint", soon(3))
+        assert time.monotonic() - begin < 4
+        making.join()
+
+
+def test_a_voucher_that_ends_before_it_answers_is_gone() -> None:
+    """The error does not speak of containers."""
+    with full_voucher() as (name, listener, visitors):
+        visitors.close()
+        listener.accept()[0].close()
+        ending = threading.Timer(0.3, lambda: listener.accept()[0].close())
+        ending.start()
+        with pytest.raises(PeerLost, match="is gone"):
+            vouch.ask(name, b"endpoint", soon(30))
+        ending.join()
 
 
 class Gated(socket.socket):
