@@ -466,8 +466,8 @@ def test_silent_connections_keep_no_peer_out() -> None:
         wanted = copies(memory.ctypes.data, into.ctypes.data, 4096)
         client.read(link, wanted).wait(soon(30))
         assert np.array_equal(into, memory)
-        assert server.counters["busy"] == 0
-        assert server.counters["evicted"] > limits.max_pending
+        assert server.server.counters["busy"] == 0
+        assert server.server.counters["evicted"] > limits.max_pending
 
 
 def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
@@ -485,7 +485,7 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
             source = (f"127.0.1.{number + 1}", 0)
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, source))
         peers += [stack.enter_context(socket.create_connection(("127.0.0.1", port)))]
-        wait_until(lambda: server.counters["connections"] >= limits.max_pending)
+        wait_until(lambda: server.server.counters["connections"] >= limits.max_pending)
         client.connect(endpoint, soon(20))
         peers[0].settimeout(20)
         while peers[0].recv(4096):  # the oldest makes room, whoever that is
@@ -494,7 +494,7 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
         assert peers[1].recv(4096)  # it was greeted
         with pytest.raises(TimeoutError):
             peers[1].recv(1)  # and is not sent away
-        assert server.counters["evicted"] == 1
+        assert server.server.counters["evicted"] == 1
 
 
 def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:

@@ -20,15 +20,14 @@ can only be closed.
 
 A transfer that was given up is *abandoned* if its bytes may still arrive: a library cannot take
 back a batch that it has begun, or a peer does not confirm the end. While `settled` is false, the
-memory is in use, and its owner must not give it to another request. Carriers of libraries count
-abandoned transfers (`counters["abandoned"]`), and those that still run (`abandoned_now`).
+memory is in use, and its owner must not give it to another request.
 
 One suite of tests (tests/transport/test_conformance.py) runs on all carriers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -99,10 +98,6 @@ class Carrier(Protocol):
     def detour_to(self, peer: Any) -> str:
         """The reason why this peer is reached by tcp instead, or empty."""
         return ""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return {}
 
 
 class GrantingCarrier(Carrier, Protocol):

@@ -30,7 +30,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -149,14 +149,6 @@ class TcpCarrier(GrantingCarrier):
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
         self._closed = False
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return self.server.counters
-
-    @property
-    def serving(self) -> int:
-        return self.server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         table = RegionTable.of([*self.server.regions.regions(), *regions])
