@@ -40,10 +40,10 @@ from kvferry.carriers.base import (
     Memory,
     MemoryRegion,
     RegionTable,
+    StagedMemory,
     Transfer,
     checked,
     decode_endpoint,
-    is_staged,
     slices,
 )
 from kvferry.carriers.host import HostMemory, joined
@@ -138,7 +138,7 @@ class TcpCarrier(GrantingCarrier):
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         usual = STREAMS_PER_TRANSFER
-        if memory is not None and is_staged(memory):
+        if isinstance(memory, StagedMemory):
             usual = STAGED_STREAMS_PER_TRANSFER
         self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
         self.server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
