@@ -43,7 +43,7 @@ from kvferry.carriers.base import (
     decode_endpoint,
     slices,
 )
-from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, PulseServer, Token
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
@@ -71,8 +71,8 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
     flavour: str  # protocol or backends: both sides must have the same
     host: str
     pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    incarnation: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    token: Token
+    incarnation: Token
     regions: list[tuple[int, int]]
     # the number of the GPU that holds the regions, or `ON_HOST`
     gpu: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
