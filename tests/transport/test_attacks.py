@@ -413,7 +413,7 @@ class Tap:
 
 
 def test_a_recorded_handshake_is_slow_to_guess() -> None:
-    """One who has heard it tries secrets by itself, as fast as a try is."""
+    """An attacker who has heard it tries secrets alone, as fast as one try is."""
     secret = SECRET.encode()
     server, client = (TcpCarrier(secret=SECRET, host="127.0.0.1") for _ in range(2))
     with contextlib.closing(server), contextlib.closing(client):
@@ -545,7 +545,7 @@ def test_silent_visitors_delay_no_voucher() -> None:
 
 @contextlib.contextmanager
 def full_voucher() -> Iterator[tuple[str, socket.socket, contextlib.ExitStack]]:
-    """The name of a voucher's socket with a full queue, the socket, and those who wait there."""
+    """The name of a voucher's socket with a full queue, the socket, and its visitors."""
     name = f"vouch-{secrets.token_hex(16)}"
     where = runtime_directory() / name
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as visitors:

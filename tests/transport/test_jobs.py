@@ -433,7 +433,8 @@ def test_a_batch_that_mooncake_refuses_may_have_begun(
 
 
 def test_what_is_given_up_goes_on() -> None:
-    """Who waits hears why at once; it is not settled, and its thread is busy, until it returns."""
+    """Callers that wait hear why at once. The transfer is not settled, and its thread is busy,
+    until the work returns."""
     go_on, workers = threading.Event(), Workers("test-given-up", 1)
 
     def work(job: Job) -> None:

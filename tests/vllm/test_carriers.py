@@ -99,10 +99,8 @@ def test_batches_that_mooncake_refuses_fail(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", list(LIBRARIES))
 def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled while the peer stands still: in use, and counted, until its bytes have ended.
-
-    Meanwhile it holds up nobody else.
-    """
+    """Cancelled while the peer stands still: the memory is in use until the bytes have ended. No
+    other peer waits for that."""
     kind = kind_of(name)
     monkeypatch.setenv("UCX_TLS", "tcp")
     with owner(kind) as peer, owner(kind) as other:
@@ -130,8 +128,8 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
 
 
 def test_a_lost_pulse_is_not_the_end_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the network fails for a while: who waits hears of it, and the memory is in use until
-    NIXL has let go of it."""
+    """As where the network fails for a while: callers that wait are told, and the memory is in use
+    until NIXL has let go of it."""
     kind = kind_of("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     at = FIRST[0] + np.arange(4000) * 1024
