@@ -26,7 +26,7 @@ import numpy as np
 import forkserver
 from kvferry.carriers import make_carrier
 from kvferry.carriers.base import MemoryRegion
-from kvferry.carriers.checksum import Mixed, mix_on_host
+from kvferry.carriers.checksum import Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.null import NullCarrier
 from kvferry.carriers.tcp.carrier import TcpCarrier
@@ -266,10 +266,8 @@ class Prompt:
         return (self.number, group, view.group.components.index(view.component))
 
 
-class MixingMemory(HostMemory):
+class MixingHostMemory(HostMemory, MixingMemory):
     """Host memory that has the checksum of a GPU's."""
-
-    is_mixing = True
 
     def mix(self, address: Any, length: Any) -> Mixed:
         return mix_on_host(self, address, length)
@@ -303,7 +301,7 @@ class Rack:
         return cls(spec, rank, layout, memory, views, carrier)
 
     def host_memory(self) -> HostMemory:
-        kind = MixingMemory if self.spec.mixes else HostMemory
+        kind = MixingHostMemory if self.spec.mixes else HostMemory
         return kind(memory_regions(self.layout, self.memory))
 
     def fill(self, prompt: Prompt) -> None:

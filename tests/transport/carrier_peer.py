@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
+from kvferry.carriers.local import LocalCarrier
 from kvferry.carriers.null import NullCarrier
 from kvferry.copies import Copies
 
@@ -94,6 +95,7 @@ class Peer:
             self.carrier.close()
 
     def counters(self) -> dict[str, int]:
+        """Of the server by which a local carrier's peers reach it elsewhere."""
         return self._ask("counters")
 
     def close_carrier(self) -> None:
@@ -182,7 +184,8 @@ def main() -> None:
     for order in sys.stdin:
         if order.strip() == "close":
             carrier.close()
-        print(json.dumps(dict(getattr(carrier, "counters", {}))), flush=True)
+        counters = carrier.tcp.server.counters if isinstance(carrier, LocalCarrier) else {}
+        print(json.dumps(counters), flush=True)
     carrier.close()
 
 

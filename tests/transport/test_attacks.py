@@ -413,7 +413,7 @@ class Tap:
 
 
 def test_a_recorded_handshake_is_slow_to_guess() -> None:
-    """One who has heard it tries secrets by itself, as fast as a try is."""
+    """An attacker who has heard it tries secrets alone, as fast as one try is."""
     secret = SECRET.encode()
     server, client = (TcpCarrier(secret=SECRET, host="127.0.0.1") for _ in range(2))
     with contextlib.closing(server), contextlib.closing(client):
@@ -466,8 +466,8 @@ def test_silent_connections_keep_no_peer_out() -> None:
         wanted = copies(memory.ctypes.data, into.ctypes.data, 4096)
         client.read(link, wanted).wait(soon(30))
         assert np.array_equal(into, memory)
-        assert server.counters["busy"] == 0
-        assert server.counters["evicted"] > limits.max_pending
+        assert server.server.counters["busy"] == 0
+        assert server.server.counters["evicted"] > limits.max_pending
 
 
 def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
@@ -485,7 +485,7 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
             source = (f"127.0.1.{number + 1}", 0)
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, source))
         peers += [stack.enter_context(socket.create_connection(("127.0.0.1", port)))]
-        wait_until(lambda: server.counters["connections"] >= limits.max_pending)
+        wait_until(lambda: server.server.counters["connections"] >= limits.max_pending)
         client.connect(endpoint, soon(20))
         peers[0].settimeout(20)
         while peers[0].recv(4096):  # the oldest makes room, whoever that is
@@ -494,7 +494,7 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
         assert peers[1].recv(4096)  # it was greeted
         with pytest.raises(TimeoutError):
             peers[1].recv(1)  # and is not sent away
-        assert server.counters["evicted"] == 1
+        assert server.server.counters["evicted"] == 1
 
 
 def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
@@ -543,21 +543,27 @@ def test_silent_visitors_delay_no_voucher() -> None:
         assert owner == os.getpid()
 
 
-def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
-    """It is not in another container: its memory can be reached a moment later."""
+@contextlib.contextmanager
+def full_voucher() -> Iterator[tuple[str, socket.socket, contextlib.ExitStack]]:
+    """The name of a voucher's socket with a full queue, the socket, and its visitors."""
     name = f"vouch-{secrets.token_hex(16)}"
     where = runtime_directory() / name
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as visitors:
         listener.bind(str(where))
-        stack.callback(where.unlink)
+        visitors.callback(where.unlink)
         listener.listen(0)
-        visitors = stack.enter_context(contextlib.ExitStack())
+        waiting = visitors.enter_context(contextlib.ExitStack())
         with pytest.raises(BlockingIOError):
             while True:
-                visitor = visitors.enter_context(socket.socket(socket.AF_UNIX))
+                visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
                 visitor.setblocking(False)
                 visitor.connect(str(where))
+        yield name, listener, waiting
+
+
+def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
+    """It is not in another container: its memory can be reached a moment later."""
+    with full_voucher() as (name, listener, visitors):
         with pytest.raises(DeadlineExceeded, match="does not answer"):
             vouch.ask(name, b"endpoint", soon(0.1))
 
@@ -575,6 +581,35 @@ def test_a_voucher_with_a_full_queue_is_waited_for() -> None:
         answering.start()
         assert vouch.ask(name, b"endpoint", soon(30)) == os.getpid()
         answering.join()
+
+
+def test_a_voucher_that_is_slow_twice_is_waited_for_once() -> None:
+    """There is room in its queue after a while, and then it does not answer."""
+    with full_voucher() as (name, listener, visitors):
+
+        def make_room() -> None:
+            visitors.close()
+            listener.accept()[0].close()
+
+        making = threading.Timer(2.0, make_room)
+        making.start()
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="does not answer"):
+            vouch.ask(name, b"endpoint", soon(3))
+        assert time.monotonic() - begin < 4
+        making.join()
+
+
+def test_a_voucher_that_ends_before_it_answers_is_gone() -> None:
+    """The error does not speak of containers."""
+    with full_voucher() as (name, listener, visitors):
+        visitors.close()
+        listener.accept()[0].close()
+        ending = threading.Timer(0.3, lambda: listener.accept()[0].close())
+        ending.start()
+        with pytest.raises(PeerLost, match="is gone"):
+            vouch.ask(name, b"endpoint", soon(30))
+        ending.join()
 
 
 class Gated(socket.socket):

@@ -101,7 +101,7 @@ def test_the_name_of_a_process_may_be_any_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["tcp", "pulse"])
 def test_a_name_that_takes_its_time(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`getaddrinfo` has no deadline; who connects has one."""
+    """`getaddrinfo` has no deadline; `connect` has one."""
     slow = threading.Event()
 
     def look_up(host: str) -> tuple[str, ...]:

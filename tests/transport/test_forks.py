@@ -118,14 +118,14 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         process = undo.enter_context(forking(ours.told()))
         assert process.stdout
         user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
-        assert len(ours.pulse.guests) == ours.tcp.serving == 1
+        assert len(ours.pulse.guests) == ours.tcp.server.serving == 1
         user.read()
         assert said(process) == "forked\n"
         # the child has let go of all, which its parent does not notice
         assert user.pulse.alive(0.05)
         user.new_pulse().close()
         user.read()
-        assert len(ours.pulse.guests) == ours.tcp.serving == 1
+        assert len(ours.pulse.guests) == ours.tcp.server.serving == 1
         process.kill()
         process.wait()
         # what it served
@@ -136,7 +136,7 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
             user.new_pulse()
         # what it used
         wait_until(lambda: not ours.pulse.guests)
-        wait_until(lambda: not ours.tcp.serving)
+        wait_until(lambda: not ours.tcp.server.serving)
         assert said(process) == "still here\n"
 
 

@@ -43,7 +43,7 @@ def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
 
 def served(peer: Producer | Consumer) -> int:
     """Connections that others have to this one's memory."""
-    return sum(rack.carrier.serving for rack in peer.racks)
+    return sum(rack.carrier.server.serving for rack in peer.racks)
 
 
 def known_to(d: Consumer) -> set[str]:

@@ -1,4 +1,4 @@
-"""The liveness connection: who lives, who is gone, and who is somebody else."""
+"""The liveness connection: a peer lives, is gone, or is another process in its place."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
     with pytest.raises(PeerLost, match="no process listens"):
         visit(server)
     second.close()
-    assert not second.gone()  # who has left knows nothing
+    assert not second.gone()  # a visitor that has left knows nothing
     server.close()
     wait_until(first.gone)
     assert threads_left("kvferry-pulse") == []

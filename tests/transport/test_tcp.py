@@ -93,7 +93,7 @@ def test_secrets_that_differ(secrets: tuple[str | None, str | None]) -> None:
     owner, user = End(secrets[0]), End(secrets[1])
     with pytest.raises(AuthenticationError, match="secret"):
         user.carrier.connect(owner.carrier.endpoint(), soon())
-    assert owner.carrier.counters["unauthenticated"] == 1
+    assert owner.carrier.server.counters["unauthenticated"] == 1
     owner.carrier.close()
     user.carrier.close()
 
@@ -116,8 +116,8 @@ def test_the_owner_checks_every_descriptor_itself(ends: tuple[End, End]) -> None
             user.carrier.read(peer, copies(addresses, local, lengths)).wait(soon())
     assert not owner.memory.any()
     assert not outside.any()
-    assert owner.carrier.counters["out_of_bounds"] == 8
-    assert owner.carrier.counters["connections"] == 1
+    assert owner.carrier.server.counters["out_of_bounds"] == 8
+    assert owner.carrier.server.counters["connections"] == 1
     user.carrier.write(peer, copies(user.address, owner.address, 10)).wait(soon())
     assert owner.memory[:10].all()
 
@@ -151,23 +151,23 @@ def test_connections_are_reused_and_few(ends: tuple[End, End]) -> None:
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
     for _ in range(20):
         user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
-    assert owner.carrier.counters["connections"] == 1
+    assert owner.carrier.server.counters["connections"] == 1
     many = [user.carrier.read(peer, copies(owner.address, user.address, SIZE)) for _ in range(50)]
     for transfer in many:
         transfer.wait(soon())
     # A helper's connection may come too late for its transfer: then the next one uses it.
     helpers = TRANSFERS_PER_PEER * (STREAMS_PER_TRANSFER - 1)
     most = TRANSFERS_PER_PEER * STREAMS_PER_TRANSFER + helpers
-    assert owner.carrier.counters["connections"] <= most
+    assert owner.carrier.server.counters["connections"] <= most
 
 
 def test_a_connection_that_the_owner_dropped_is_replaced() -> None:
     owner = End(limits=ServerLimits(idle_seconds=0.1))
     user = End()
     peer = user.carrier.connect(owner.carrier.endpoint(), soon())
-    wait_until(lambda: owner.carrier.counters["idle"])
+    wait_until(lambda: owner.carrier.server.counters["idle"])
     user.carrier.read(peer, copies(owner.address, user.address, 100)).wait(soon())
-    assert owner.carrier.counters["connections"] == 2
+    assert owner.carrier.server.counters["connections"] == 2
     owner.carrier.close()
     user.carrier.close()
 
@@ -196,7 +196,7 @@ def test_an_idle_connection_makes_way_for_a_new_reader() -> None:
             few = copies(owner.address, user.address, 100)
             wait_until(lambda: works(lambda: user.carrier.read(peer, few).wait(soon())))  # noqa: B023
             assert (user.memory[:100] == 1 + number).all()
-        assert owner.carrier.counters["evicted"] == 4 and owner.carrier.serving == 1
+        assert owner.carrier.server.counters["evicted"] == 4 and owner.carrier.server.serving == 1
 
 
 def test_no_room_is_an_error_and_passes() -> None:
@@ -230,10 +230,10 @@ def test_without_room_for_more_connections_the_first_one_carries_all(reading: bo
             src.memory[:] = dst.memory[0] + 1
             start(peer, copies(src.address, dst.address, SIZE)).wait(soon())
             assert np.array_equal(src.memory, dst.memory)
-            return owner.carrier.counters["busy"]
+            return owner.carrier.server.counters["busy"]
 
         wait_until(lambda: refused() >= 3)
-        assert user.carrier._peers == [peer] and owner.carrier.serving == 1
+        assert user.carrier._peers == [peer] and owner.carrier.server.serving == 1
 
 
 def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
@@ -257,7 +257,7 @@ def test_a_transfer_does_not_wait_for_a_connection_that_it_does_not_need(
             while silent:  # helpers of several transfers may have connected
                 silent.pop().close()
             asked()
-            return owner.carrier.serving >= 2
+            return owner.carrier.server.serving >= 2
 
         wait_until(served)
     assert threads_left("kvferry-tcp") == []
@@ -321,7 +321,8 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
         for _ in range(300):
             stream.send(b"x")
             time.sleep(0.1)
-    assert owner.carrier.counters["late"] == 1 and owner.carrier.counters["writes"] == 0
+    counters = owner.carrier.server.counters
+    assert counters["late"] == 1 and counters["writes"] == 0
     stream.close()
     for end in (owner, user):
         end.carrier.close()
@@ -347,13 +348,13 @@ def test_a_request_may_wait_for_the_answer_before_it(
             first, second = (frames.frame(FrameKind.READ, n, rows, size) for n in (1, 2))
             stream.send(first + second[:40])
             if slow_link:
-                require_for(1.0, lambda: not owner.carrier.counters["late"])
+                require_for(1.0, lambda: not owner.carrier.server.counters["late"])
                 for rest in (second[40:], b""):
                     stream.recv(HEADER.size + size, soon())
                     stream.send(rest)
             else:
-                wait_until(lambda: owner.carrier.counters["late"])
-    assert owner.carrier.counters["reads"] == 1 + slow_link
+                wait_until(lambda: owner.carrier.server.counters["late"])
+    assert owner.carrier.server.counters["reads"] == 1 + slow_link
 
 
 def test_memory_that_was_freed_is_an_error_not_a_crash(ends: tuple[End, End]) -> None:
@@ -443,7 +444,7 @@ def _write_under_grants(owner: End, user: End) -> None:
     write(9000, 100, other)  # others live on, on the same connection
     assert owner.carrier.close_grant(other, 5.0) == 100
     assert len(owner.carrier.server.grants) == 0
-    assert user.carrier.counters["writes"] == 0
+    assert user.carrier.server.counters["writes"] == 0
     with pytest.raises(OutOfBounds):
         owner.carrier.open_grant(*ranges(owner, (SIZE - 5, 10)))
 

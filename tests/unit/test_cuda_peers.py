@@ -1,4 +1,4 @@
-"""Whom the cuda carrier takes for itself, and how much of a peer's memory it believes in."""
+"""Which process the cuda carrier takes for its own, and how much of a peer's memory it uses."""
 
 from __future__ import annotations
 

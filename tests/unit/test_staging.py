@@ -1,4 +1,4 @@
-"""Buffers beside a GPU: how many there are, who owns them, and what is left when one is missing."""
+"""Buffers beside a GPU: how many there are, which are in use, and what is left when one fails."""
 
 from __future__ import annotations
 

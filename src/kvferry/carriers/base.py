@@ -20,15 +20,15 @@ can only be closed.
 
 A transfer that was given up is *abandoned* if its bytes may still arrive: a library cannot take
 back a batch that it has begun, or a peer does not confirm the end. While `settled` is false, the
-memory is in use, and its owner must not give it to another request. Carriers of libraries count
-abandoned transfers (`counters["abandoned"]`), and those that still run (`abandoned_now`).
+memory is in use, and its owner must not give it to another request.
 
 One suite of tests (tests/transport/test_conformance.py) runs on all carriers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeGuard, TypeVar
@@ -100,10 +100,6 @@ class Carrier(Protocol):
         """The reason why this peer is reached by tcp instead, or empty."""
         return ""
 
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return {}
-
 
 class GrantingCarrier(Carrier, Protocol):
     """A carrier by which the owner of memory grants ranges to writers, until it closes the grant. A
@@ -132,9 +128,6 @@ class Memory(Protocol):
     A range outside of the memory raises `OutOfBounds` before anything is copied.
     """
 
-    is_staged: bool = False  # then it is a `StagedMemory`
-    is_mixing: bool = False  # then it is a `checksum.MixingMemory`
-
     def gather(self, address: Ints, length: Ints, into: Bytes) -> None:
         """Copy the runs, one after another, to the beginning of `into`."""
 
@@ -148,7 +141,7 @@ class Memory(Protocol):
         return
 
 
-class StagedMemory(Memory, Protocol):
+class StagedMemory(Memory):
     """A GPU's memory, reached through chunks of staging memory. While the caller uses one chunk,
     the GPU works on others.
 
@@ -156,20 +149,14 @@ class StagedMemory(Memory, Protocol):
     not end. After that, nothing is under way.
     """
 
-    is_staged: bool = True
-
+    @abstractmethod
     def outgoing(self, address: Ints, length: Ints) -> Generator[Bytes]:
         """The runs' bytes. A chunk is valid until the caller asks for the next one."""
-        ...
 
+    @abstractmethod
     def incoming(self, address: Ints, length: Ints) -> Generator[Bytes]:
         """Chunks that the caller fills, each before it asks for the next one. All bytes are visible
         when the generator has ended."""
-        ...
-
-
-def is_staged(memory: Memory) -> TypeGuard[StagedMemory]:
-    return memory.is_staged
 
 
 def decode_endpoint(decoder: msgspec.msgpack.Decoder[T], raw: bytes, carrier: str) -> T:

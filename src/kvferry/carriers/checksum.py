@@ -16,8 +16,8 @@ cuda/staging.py; this module defines it in NumPy, for memory of any kind.
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
 
 import numpy as np
 import xxhash
@@ -60,16 +60,11 @@ class Mixed:
         return xxhash.xxh3_128_digest(sums + length.astype("<i8").tobytes())
 
 
-class MixingMemory(Memory, Protocol):
+class MixingMemory(Memory):
     """Memory whose device computes the sums."""
 
-    is_mixing: bool = True
-
+    @abstractmethod
     def mix(self, address: Ints, length: Ints) -> Mixed: ...
-
-
-def is_mixing(memory: Memory) -> TypeGuard[MixingMemory]:
-    return memory.is_mixing
 
 
 def mix_on_host(memory: Memory, address: Ints, length: Ints) -> Mixed:

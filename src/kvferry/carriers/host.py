@@ -195,15 +195,13 @@ def write(pid: int, src: ArrayLike, dst: ArrayLike, length: ArrayLike) -> int:
     return move(system_call("process_vm_writev"), pid, local=src, remote=dst, length=length)
 
 
-def allow_any_reader() -> bool:
-    """Let any process of the same user reach this one's memory, where Yama would forbid it.
-
-    False where the kernel has no such restriction to lift. Lasts as long as the process.
-    """
+def allow_any_reader() -> None:
+    """Let any process of the same user reach this one's memory, as long as this process lives. A
+    kernel without Yama refuses the call, and has nothing to allow."""
     prctl = libc().prctl
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
     prctl.restype = ctypes.c_int
-    return bool(prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def move(

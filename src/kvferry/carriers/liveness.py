@@ -27,6 +27,9 @@ import select
 import socket
 import threading
 import time
+from typing import Annotated
+
+import msgspec
 
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.net.guests import Guest, GuestServer
@@ -35,6 +38,7 @@ from kvferry.net.names import dial, hang_up, keep_alive, ours_alone
 MAGIC = b"kvferry-pulse-1\n"
 GOODBYE = b"\n"
 TOKEN_BYTES = 16
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 GREETING_SECONDS = 5.0  # a visitor that has not greeted by then is sent away
 MOST_VISITORS = 4096
 IDLE_SECONDS, PROBE_SECONDS = 5, 2

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -141,7 +141,7 @@ class LocalCarrier(Carrier):
         writable: bool = False,
         admits: Admits | None = None,
     ) -> None:
-        self._tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
+        self.tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
@@ -152,13 +152,9 @@ class LocalCarrier(Carrier):
         self._force_fallback = force_fallback
         self._said_fallback = False
 
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return self._tcp.counters
-
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         host.allow_any_reader()
-        self._tcp.register(regions)
+        self.tcp.register(regions)
         self._table = RegionTable.of([*self._table.regions(), *regions])
 
     def endpoint(self) -> bytes:
@@ -173,7 +169,7 @@ class LocalCarrier(Carrier):
                     token_address=self._token.ctypes.data,
                     token=self._secret_token,
                     regions=[(r.address, r.bytes) for r in self._table.regions()],
-                    tcp=self._tcp.endpoint(),
+                    tcp=self.tcp.endpoint(),
                     voucher=voucher,
                 )
             )
@@ -191,7 +187,7 @@ class LocalCarrier(Carrier):
         if not self._said_fallback:
             self._said_fallback = True
             log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        peer.tcp = self._tcp.connect(found.tcp, deadline)
+        peer.tcp = self.tcp.connect(found.tcp, deadline)
         return peer
 
     def detour_to(self, peer: LocalPeer) -> str:
@@ -200,14 +196,14 @@ class LocalCarrier(Carrier):
     def disconnect(self, peer: LocalPeer) -> None:
         peer.connected = False
         if peer.tcp is not None:
-            self._tcp.disconnect(peer.tcp)
+            self.tcp.disconnect(peer.tcp)
 
     def close(self) -> None:
         forget(self._told)
         self._token[:] = 0  # readers see that the carrier is closed
         self._workers.close()
         self._helpers.close()
-        self._tcp.close()
+        self.tcp.close()
 
     def _why_not_directly(
         self, endpoint: LocalEndpoint, peer: LocalPeer, raw: bytes, deadline: float
@@ -240,7 +236,7 @@ class LocalCarrier(Carrier):
 
     def submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
         if peer.tcp is not None:
-            return self._tcp.submit(peer.tcp, copies, reading=reading)
+            return self.tcp.submit(peer.tcp, copies, reading=reading)
 
         def work(job: Job) -> None:
             arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)

@@ -73,8 +73,8 @@ class Job:
                 self._under_way = True
                 self._end(error)
 
-    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
-        self.request_cancel(why)
+    def cancel(self, seconds: float = CANCEL_SECONDS) -> None:
+        self.request_cancel("the caller gave it up")
         if not self._ended.wait(seconds) or self.late_bytes or self._under_way:
             raise DeadlineExceeded(
                 f"{self._what} was cancelled and its end was not confirmed in time; bytes of it "

@@ -61,17 +61,16 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
         raise Unreachable("the peer has no socket to vouch for its memory at; its log says why")
     if not _NAME.fullmatch(name):
         raise ProtocolError(f"an endpoint names {name!r:.80} as the file of its owner's socket")
-    seconds = min(ASK_SECONDS, deadline - time.monotonic())
-    if seconds <= 0:
+    deadline = min(deadline, time.monotonic() + ASK_SECONDS)
+    if deadline <= time.monotonic():
         raise DeadlineExceeded("no time left to ask which process owns the peer's memory")
     try:
         path = runtime_directory() / name
     except KvferryError as error:
         raise Unreachable(f"no owner can be asked: {error}") from None
     with socket.socket(socket.AF_UNIX) as question:
-        question.settimeout(seconds)
         try:
-            _connect(question, str(path), time.monotonic() + seconds)
+            _connect(question, str(path), deadline)
             owner, uid = _other_end(question)
             if uid != os.geteuid():
                 raise Unreachable(f"the peer's memory belongs to user {uid}, not to this one")
@@ -79,7 +78,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
             answer = question.recv(1)
         except TimeoutError:
             raise DeadlineExceeded("the owner of the peer's memory does not answer") from None
-        except ConnectionRefusedError:
+        except ConnectionError:
             raise PeerLost("the process that owns the peer's memory is gone") from None
         except OSError as error:
             raise Unreachable(
@@ -95,15 +94,14 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
 
 
 def _connect(question: socket.socket, path: str, deadline: float) -> None:
-    """Connect, or raise TimeoutError. While too many others wait to be accepted, Linux refuses at
-    once, whatever the time limit of the socket."""
-    while True:
-        try:
+    """Connect, or raise TimeoutError; later calls have the time that is left. While too many others
+    wait to be accepted, Linux refuses at once, whatever the time limit of the socket."""
+    while (left := deadline - time.monotonic()) > 0:
+        question.settimeout(left)
+        with contextlib.suppress(BlockingIOError):
             return question.connect(path)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise TimeoutError from None
-            time.sleep(CONNECT_AGAIN_SECONDS)
+        time.sleep(CONNECT_AGAIN_SECONDS)
+    raise TimeoutError
 
 
 def vouch_for(make: Callable[[str], bytes]) -> bytes:

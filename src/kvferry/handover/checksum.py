@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from kvferry.carriers.base import Memory, is_staged, slices
-from kvferry.carriers.checksum import NAME, is_mixing, mix_on_host
+from kvferry.carriers.base import Memory, StagedMemory, slices
+from kvferry.carriers.checksum import NAME, MixingMemory, mix_on_host
 from kvferry.copies import Copies, table_of
 from kvferry.errors import KvferryError, ProtocolError
 from kvferry.layout.placement import Ints
@@ -57,7 +57,7 @@ LEAST_WAITING_BYTES = WAITING_BYTES >> 10  # charged for each, so that at most 1
 
 def offered(memory: Memory) -> tuple[str, ...]:
     """The algorithms that a rank with this memory offers, the fastest first."""
-    return (MIX128.name, XXH3.name) if is_mixing(memory) else (XXH3.name,)
+    return (MIX128.name, XXH3.name) if isinstance(memory, MixingMemory) else (XXH3.name,)
 
 
 def common(memory: Memory, theirs: Sequence[str]) -> Algorithm:
@@ -75,10 +75,11 @@ def named(name: str, memory: Memory) -> Algorithm:
 
 def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = XXH3) -> bytes:
     if algorithm is MIX128:
-        mixed = memory.mix(address, length) if is_mixing(memory) else None
-        return (mixed or mix_on_host(memory, address, length)).digest(length)
+        if isinstance(memory, MixingMemory):
+            return memory.mix(address, length).digest(length)
+        return mix_on_host(memory, address, length).digest(length)
     hasher = xxhash.xxh3_128()
-    if is_staged(memory):
+    if isinstance(memory, StagedMemory):
         for chunk in memory.outgoing(address, length):
             hasher.update(chunk.data)
         return hasher.digest()

@@ -44,7 +44,7 @@ from kvferry.carriers.cuda.driver import (
     place_of,
 )
 from kvferry.carriers.cuda.stream import NAP_SECONDS, Mapped, Pool, StreamBuffers
-from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
+from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer, Token
 from kvferry.carriers.local import MOST_ADDRESS, boot_id
 from kvferry.carriers.transfer import CANCEL_SECONDS
 from kvferry.carriers.vouch import ask, forget, vouch_for
@@ -267,9 +267,6 @@ def this_process() -> bytes:
 
 
 os.register_at_fork(after_in_child=this_process.cache_clear)
-
-
-Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):

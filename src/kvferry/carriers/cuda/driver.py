@@ -46,6 +46,9 @@ _EVENT_DEFAULT, _EVENT_BLOCKING, _EVENT_DISABLE_TIMING = 0, 1, 2
 _CAPTURE_RELAXED = 2
 _FUNCTION_MAX_SHARED = 8
 
+# Newer versions of Triton append pointers to scratch memory, which our kernels do not use.
+SCRATCH_ARGUMENTS = (0, 0, 0, 0)
+
 
 class CudaError(TransferError):
     """The driver refused a call."""
@@ -516,6 +519,7 @@ class Function:
 
     def launch(self, grid: int, stream: CudaStream, values: Sequence[int]) -> None:
         """`values`: the arguments. Each takes eight bytes; the kernel reads the low ones."""
+        values = [*values, *SCRATCH_ARGUMENTS]
         arguments = getattr(self._local, "arguments", None)
         if arguments is None or len(arguments[0]) != len(values):
             numbers = (c_int64 * len(values))()

@@ -32,8 +32,6 @@ _SIGNATURE = {
     **dict.fromkeys(_WIDE, "i64"),
     **dict.fromkeys(_NUMBERS, "i32"),
 }
-# Newer versions of Triton append pointers to scratch memory, which our kernels do not use.
-SCRATCH_ARGUMENTS = (0, 0, 0, 0)
 
 # By chunk size: the chunks of a program, and its warps. Small programs are faster (H200: 92 % of
 # the copy peak, 86 % with 16 KiB by four warps), with eight or sixteen 16-byte accesses a thread.

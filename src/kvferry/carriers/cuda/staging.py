@@ -27,7 +27,6 @@ from kvferry.carriers.base import Bytes, MemoryRegion, StagedMemory, slices
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device_of
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
 from kvferry.copies import Copies, Ints
 from kvferry.errors import KvferryError, TransferError
@@ -466,7 +465,7 @@ def _mix(buffers: StreamBuffers, address: Ints, length: Ints, number: int) -> Mi
     out = slot.there + 8 * used
     buffers.stream.zero(out, 16 * SLOTS)
     values = [*places, out, longest, number, runs, chunks, items, runs.bit_length()]
-    kernel.launch(-(-items // count), buffers.stream, [*values, *SCRATCH_ARGUMENTS])
+    kernel.launch(-(-items // count), buffers.stream, values)
     buffers.stream.copy(slot.address + 8 * used, out, 16 * SLOTS)
     buffers.mark_end()
     buffers.finish()

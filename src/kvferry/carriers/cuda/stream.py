@@ -38,7 +38,6 @@ import numpy as np
 from kvferry.carriers.base import MemoryRegion, RegionTable
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS
 from kvferry.copies import Copies, Ints, StridedCopies
 from kvferry.errors import TransferError
 
@@ -297,7 +296,7 @@ class StreamBuffers:
             for row, begin, stop in launches(rows, per_row, row_bytes):
                 values = [base + 8 * row, base + 8 * (rows + row), *rest, begin, stop]
                 grid = -(-(stop - begin) // kernel.count)
-                kernel.function.launch(grid, self.stream, [*values, *SCRATCH_ARGUMENTS])
+                kernel.function.launch(grid, self.stream, values)
                 if first >= segments and row * per_row + stop == rows * per_row:  # the last one
                     slot.done.record(self.stream)
                     slot.used, self.end = True, slot.done

@@ -15,7 +15,7 @@ import struct
 import numpy as np
 
 from kvferry.carriers.cuda.driver import CudaStream, Device, Function
-from kvferry.carriers.cuda.kernels import SCRATCH_ARGUMENTS, load
+from kvferry.carriers.cuda.kernels import load
 from kvferry.copies import Ints
 
 LEAST_BYTES = 241
@@ -112,6 +112,6 @@ def queue(
     first, second = warm(device)
     items = pieces * per_piece
     values = [runs, offsets, lengths, table, sums, run_bytes, per_piece, items]
-    first.launch(-(-items // BLOCKS), stream, [*values, *SCRATCH_ARGUMENTS])
+    first.launch(-(-items // BLOCKS), stream, values)
     values = [runs, offsets, lengths, table, sums, out, run_bytes, per_piece, pieces]
-    second.launch(-(-pieces // PIECES), stream, [*values, *SCRATCH_ARGUMENTS])
+    second.launch(-(-pieces // PIECES), stream, values)

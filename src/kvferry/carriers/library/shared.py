@@ -43,7 +43,7 @@ from kvferry.carriers.base import (
     decode_endpoint,
     slices,
 )
-from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, PulseServer, Token
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
@@ -71,8 +71,8 @@ class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
     flavour: str  # protocol or backends: both sides must have the same
     host: str
     pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    incarnation: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    token: Token
+    incarnation: Token
     regions: list[tuple[int, int]]
     # the number of the GPU that holds the regions, or `ON_HOST`
     gpu: Annotated[int, msgspec.Meta(ge=ON_HOST, le=MOST_GPU)]
@@ -125,8 +125,6 @@ class LibraryCarrier(Carrier):
         self._peers: list[LibraryPeer] = []
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
-        self._counts = dict.fromkeys(("transfers", "batches", "abandoned"), 0)
-        self._abandoned: set[LibraryJob] = set()
         self._closed = self._was_shut = False
         self._pulse = PulseServer(self.host)
         try:
@@ -167,16 +165,6 @@ class LibraryCarrier(Carrier):
     @abstractmethod
     def _shut(self) -> None:
         """End the library's part; nothing of ours is under way in it."""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        with self._lock:
-            self._abandoned = {job for job in self._abandoned if not job.settled()}
-            return {**self._counts, "abandoned_now": len(self._abandoned)}
-
-    def count(self, what: str, more: int = 1) -> None:
-        with self._lock:
-            self._counts[what] += more
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """On the host, joins neighbours to one region, and registers that again. Neighbours on a
@@ -266,13 +254,11 @@ class LibraryCarrier(Carrier):
             self._let_go(peer)
 
     def abandon(self, job: LibraryJob) -> None:
-        """Count a transfer whose end was not seen in time. Once for each."""
+        """Log a transfer whose end was not seen in time. Once for each."""
         with self._lock:
             if job.abandoned:
                 return
             job.abandoned = True
-            self._abandoned.add(job)
-            self._counts["abandoned"] += 1
         log.error(
             "a %s transfer is abandoned: the library has not let go of its memory, which counts as "
             "in use until it does",
@@ -318,13 +304,9 @@ class LibraryCarrier(Carrier):
     def submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
             arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
-            self.count("transfers")
-            moved = 0
             for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):
                 with peer.turn(job):
                     self._move(job, peer, batch, reading=reading)
-                moved += 1
-            self.count("batches", moved)
             job.checkpoint()
             peer.require_usable()  # the bytes are right only if the peer was open until now
 
@@ -394,10 +376,10 @@ class LibraryJob(Job):
             self.late_bytes = time.monotonic() < self._late_until and not gone
         return not self.late_bytes
 
-    def cancel(self, why: str = "the caller gave it up", seconds: float = CANCEL_SECONDS) -> None:
+    def cancel(self, seconds: float = CANCEL_SECONDS) -> None:
         until = time.monotonic() + seconds
         try:
-            super().cancel(why, seconds)
+            super().cancel(seconds)
         except DeadlineExceeded:
             while not self.settled():
                 if time.monotonic() >= until:

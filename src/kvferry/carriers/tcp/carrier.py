@@ -30,7 +30,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -40,10 +40,10 @@ from kvferry.carriers.base import (
     Memory,
     MemoryRegion,
     RegionTable,
+    StagedMemory,
     Transfer,
     checked,
     decode_endpoint,
-    is_staged,
     slices,
 )
 from kvferry.carriers.host import HostMemory, joined
@@ -138,7 +138,7 @@ class TcpCarrier(GrantingCarrier):
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
         usual = STREAMS_PER_TRANSFER
-        if memory is not None and is_staged(memory):
+        if isinstance(memory, StagedMemory):
             usual = STAGED_STREAMS_PER_TRANSFER
         self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
         self.server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
@@ -149,14 +149,6 @@ class TcpCarrier(GrantingCarrier):
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
         self._closed = False
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return self.server.counters
-
-    @property
-    def serving(self) -> int:
-        return self.server.serving
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         table = RegionTable.of([*self.server.regions.regions(), *regions])

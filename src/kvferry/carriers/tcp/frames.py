@@ -62,7 +62,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-from kvferry.carriers.base import GRANT_BYTES, Memory, is_staged
+from kvferry.carriers.base import GRANT_BYTES, Memory, StagedMemory
 from kvferry.carriers.host import Vectors, libc
 from kvferry.copies import Ints
 from kvferry.errors import (
@@ -183,7 +183,7 @@ def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
 
 def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
     """Send the ranges' bytes. The caller has checked the ranges and joined neighbours."""
-    if not is_staged(memory):
+    if not isinstance(memory, StagedMemory):
         stream.send_vectors(Vectors.of(address, length))
         return
     with closing(memory.outgoing(address, length)) as chunks:
@@ -193,7 +193,7 @@ def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) ->
 
 def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
     """Receive bytes into the ranges."""
-    if not is_staged(memory):
+    if not isinstance(memory, StagedMemory):
         stream.recv_vectors(Vectors.of(address, length))
         return
     with closing(memory.incoming(address, length)) as chunks:
