@@ -143,8 +143,9 @@ def _until(deadline: float, others: int) -> float:
 def _say(who: str, link: Link, out: list[str]) -> Link:
     """Log which carrier was chosen, and return it with the whole reason. `why` is its detour."""
     detour = f" (by tcp: {link.why})" if link.why else ""
-    why = f"the first that both have and that connects{detour}; ruled out: "
-    why += "; ".join(out) or "none before it"
+    why = f"the first that both have and that connects{detour}"
+    if out:
+        why += f"; ruled out: {'; '.join(out)}"
     log.info("%s: carrier %s: %s", who, link.carrier.name, why)
     return link._replace(why=why)
 
