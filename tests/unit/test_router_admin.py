@@ -196,6 +196,7 @@ def test_what_the_admin_api_refuses(caplog: pytest.LogCaptureFixture) -> None:
             (b"", 400),
             (b"[1]", 400),
             (b"\xff", 400),
+            (b"[" * 60_000, 400),
             (b'{"url": "' + b"x" * 70_000, 413),
         ):
             got = c.client.post(PATH, content=content, headers=BEARER)
@@ -463,6 +464,7 @@ def test_what_is_wrong_with_a_fleet_file_at_the_start(tmp_path: Path) -> None:
             '{"url": "dns://h:1", "roles": ["prefill"]}]}',
             "named more than once",
         ),
+        ("[" * 100_000, "cannot be read"),
     ):
         with pytest.raises(DescriptionError, match=words) as error:
             start(text)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import h11
@@ -27,7 +28,7 @@ from kvferry.router.fleet.connections import (
     NoConnection,
     address_of_url,
 )
-from kvferry.router.fleet.engines import Fleet
+from kvferry.router.fleet.engines import Asking, Fleet
 from kvferry.router.http1 import Body, HttpError
 from router_cluster import QUICK
 
@@ -524,8 +525,18 @@ def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
             fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
             await fleet.check(fleet.engines[0])
             assert idle(fleet.transport) == 1
+            first = fleet.engines[0]
+            held: Any = SimpleNamespace(held=SimpleNamespace(bytes=0))
+            running = Asking(fleet, first, held)
+            running.response = await fleet.transport.ask(
+                address_of_url(client.url), b"GET", [], b""
+            )
             for engine in fleet.engines:
                 fleet.remove(engine)
+            assert first.in_flight == len(fleet.transport.connections) == 1
+            while await running.response.read():
+                pass
+            running.close()
             assert not fleet.transport.connections and not fleet.engines
 
     asyncio.run(run())

@@ -577,6 +577,11 @@ def test_hostile_events_do_not_grow_the_index() -> None:
     index.told(a.part, [Stored([6], None, [-1] * 4, 4, medium="GPU", group_idx=0)])
     index.told(a.part, [Stored([7], None, [1 << 40] * 4, 4, medium="GPU", group_idx=0)])
     assert a.part.garbage == 2
+    for group in (-1, 1 << 40):
+        a.store(tokens, group_idx=group)
+    for size in range(5, 100):
+        index.told(a.part, [Stored([8], None, [1] * size, size, medium="GPU", group_idx=size % 60)])
+    assert len(index._walks) <= 16 and index.size <= 30
     with pytest.raises(ValueError, match="token ids must be"):
         prompt([-1])
 

@@ -450,3 +450,12 @@ vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_bl
 @pytest.mark.parametrize("text", [b"", b"{}", b"nginx_up 1\n", b"\xff\x00vllm:", b"vllm:x nan\n"])
 def test_what_is_not_vllms_is_not_read(text: bytes):
     assert read_metrics(text) is None
+
+
+def test_hostile_metrics_are_bounded() -> None:
+    text = b"vllm:num_requests_running -5\nvllm:num_requests_waiting 1e999\n"
+    text += b"vllm:kv_cache_usage_perc 17\n"
+    found = read_metrics(text)
+    assert found is not None
+    assert found.running == 0 and found.used_blocks == 1.0
+    assert 0 <= found.waiting < 10**9

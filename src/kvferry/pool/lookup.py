@@ -468,7 +468,8 @@ class EvictionWatch:
                 self._blocks.popitem(last=False)
 
     def lose_all(self) -> None:
-        """No engine finds these blocks any more, although the store still has them."""
+        """This engine does not find these blocks any more. The store still has them, and so have
+        engines with the former weights, until they are reset too."""
         with self._lock:
             self._gone |= dict.fromkeys(self._blocks)
             self._blocks.clear()

@@ -217,10 +217,10 @@ def client_seconds(headers: Headers, most: float) -> float | None:
 
 def end_to_end(headers: Headers) -> Headers:
     """The headers of a request or an answer that the router passes on. Names are in lower case."""
-    drop = _HOP_BY_HOP
+    drop = set(_HOP_BY_HOP)
     for name, value in headers:
         if name == b"connection":
-            drop = drop | {part.strip().lower() for part in value.split(b",")}
+            drop.update(part.strip().lower() for part in value.split(b","))
     return [field for field in headers if field[0] not in drop]
 
 

@@ -44,6 +44,7 @@ from urllib.parse import unquote
 
 from uvicorn.server import ServerState
 
+from kvferry.errors import DescriptionError
 from kvferry.router.api import Answer, ApiError, Headers, Limits
 from kvferry.router.guard import ClientGone, Quota, address_of, end_if_silent
 from kvferry.router.http1 import (
@@ -494,7 +495,7 @@ def _not_served(status: int, request: ClientRequest) -> ApiError:
 
 
 def _connections_by_files(limits: Limits) -> int:
-    """The number of connections that the limit of descriptors allows, which is raised if needed.
+    """The number of connections that the limit of descriptors allows; raises that limit if needed.
 
     A connection may need four: its own, one that is accepted ahead of it, and for a request in
     flight a busy and an idle one to an engine.
@@ -502,8 +503,15 @@ def _connections_by_files(limits: Limits) -> int:
     wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
     needed = _OWN_FILES + wanted + min(3 * wanted, others)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
     if soft < needed:
-        soft = min(needed, hard)
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     left = soft - _OWN_FILES
-    return max(1, min(wanted, max(left // 4, left - others)))
+    most = min(wanted, max(left // 4, left - others))
+    if most < 1:
+        raise DescriptionError(
+            f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
+        )
+    return most

@@ -55,6 +55,7 @@ _FAILURES = 20
 _TEXT = 300  # characters of a sentence or a name
 _FLOW_SECONDS = 60  # flows and outcomes are of the last minute
 _HIT_SECONDS = 300  # hit rates and latencies vary more, so they are of the last five
+_FLOWS = 1024  # the busiest; 32 prefill and 32 decode engines make as many
 _LATENCIES = 2048  # of all engines together; sorting them takes 0.3 ms, once a second
 _LATENCIES_EACH = 256
 _POINT_SECONDS = 5.0  # a point of the curves; 120 of them are ten minutes
@@ -386,7 +387,7 @@ class LiveState:
                     "requests_per_minute": requests[flow] * per_minute,
                     "tokens_per_minute": tokens[flow] * per_minute,
                 }
-                for flow in busiest
+                for flow in busiest[:_FLOWS]
             ],
             "hit_tokens": {s: hits[s] for s in ("local", "handover", "pool", "none")},
             "latency": {

@@ -55,6 +55,7 @@ CHOICES = (
     "by_load",  # without tokens: the engine with the fewest requests
 )
 _REGRET_BUCKETS = (-1, -0.1, -0.01, 0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_MOST_REQUESTS = 1_000_000  # at one engine, whatever its metrics say
 _METRICS_BYTES = 8 << 20  # of an engine's answer; vLLM's has about 100 KB
 # Name, labels and value of the samples that count. The pattern begins with fixed bytes, so that
 # other lines, which are hundreds, are passed over in C: else no stream would move for 0.5 ms.
@@ -455,9 +456,9 @@ def read_metrics(text: bytes) -> EngineMetrics | None:
     cache_tokens = block_tokens = 0
     for name, labels, value in _SAMPLE.findall(b"\n" + text):
         if name in (b"num_requests_running", b"num_requests_waiting"):
-            sums[name] += round(float(value))
+            sums[name] += round(min(_MOST_REQUESTS, max(0.0, float(value))))
         elif name == b"kv_cache_usage_perc":
-            usage.append(float(value))
+            usage.append(min(1.0, max(0.0, float(value))))
         elif name == b"cache_config_info":
             sizes = {key: int(size) for key, size in _LABEL.findall(labels)}
             block_tokens = sizes.get(b"block_size", 0)

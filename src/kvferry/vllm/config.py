@@ -444,8 +444,9 @@ def _secret_in(path: Path) -> str:
     try:
         secret = path.read_text("utf-8")
         mode = path.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+    except (OSError, ValueError) as error:  # no text in UTF-8, or no path
+        no_text = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        why = error.strerror if isinstance(error, OSError) else no_text
         raise DescriptionError(
             f"secret_file {path} cannot be read: {why}; name a text file that this user may read, "
             "with the same secret on all engines"

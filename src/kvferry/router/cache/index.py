@@ -54,6 +54,8 @@ Hash = int | bytes  # an engine's own name of it
 State = Literal["live", "replaying", "estimated", "lost"]
 
 PENDING_SECONDS = 10.0  # in which the events of a prompt that was sent to an engine must come
+_MOST_GROUPS = 64  # of one engine; real models have up to a dozen
+_MOST_SIZES = 16  # of blocks, of all engines; each size costs a walk
 # After so many removals of known blocks in a row, an engine has evicted everything that it stored
 # before its events were lost, because engines evict the oldest blocks first.
 _TURNED_OVER = 64
@@ -506,10 +508,12 @@ class CacheIndex:
         """The slot of an event, made when it is first needed; None if it can have none."""
         tier, group = _tier(event.medium, event.locality), event.group_idx or 0
         size = self._size_of(part, event)
-        if tier is None or size <= 0:
+        if tier is None or not 0 <= group < _MOST_GROUPS or size <= 0:
             return None
         slot = part.slots.get((tier, group))
         if slot is None or slot.block_tokens < size:
+            if size not in self._walks and len(self._walks) >= _MOST_SIZES:
+                return None
             if slot is not None:  # those were parts of blocks
                 self._retire(part, [(tier, group)])
             same = part.slots.get(("gpu", group))  # the pool's events do not tell the kind

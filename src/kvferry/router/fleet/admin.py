@@ -181,7 +181,7 @@ def _require_ours(engine: UpstreamEngine) -> None:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         said = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DescriptionError(f"the body must be a JSON object: {error}") from None
     if not isinstance(said, dict):
         raise DescriptionError("the body must be a JSON object")

@@ -515,6 +515,8 @@ class Fleet:
         """A request at this engine has ended."""
         engine.in_flight -= 1
         self._remove_if_drained(engine)
+        if engine.removed:  # no later request closes what this one leaves idle
+            self.transport.close_idle(address_of_url(engine.url).origin)
         if "decode" in engine.roles:
             self.turns.ended()
 
@@ -586,12 +588,12 @@ class Asking:
         engine.in_flight += 1
 
     def close(self) -> None:
-        self._fleet.left(self._engine)
         held = self._asked.held
         if held.bytes != self._held_before:
             held.add(self._held_before - held.bytes)
         if self.response is not None:
             self.response.done()
+        self._fleet.left(self._engine)
 
 
 async def _pass_on(

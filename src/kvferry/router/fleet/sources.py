@@ -206,7 +206,7 @@ def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
     try:
         text = data.decode()
         said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:  # also of bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise DescriptionError(f"{path} cannot be read: {error}") from None
     if not isinstance(said, dict) or set(said) != {"engines"}:
         raise DescriptionError(f"{path} must have `engines`, a list of engines, and nothing else")
