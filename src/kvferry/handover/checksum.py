@@ -94,8 +94,7 @@ def digest(memory: Memory, address: Ints, length: Ints, algorithm: Algorithm = X
 def parts(bound: Bound, algorithm: Algorithm) -> Iterator[Copies]:
     """An edge's copies in the order of reading, cut to the size of messages."""
     for piece in bound.slices(MOST_RUNS):
-        mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-        yield from slices(mine, algorithm.slice_bytes)
+        yield from slices(piece, algorithm.slice_bytes)
 
 
 def decode_runs(raw: bytes, algorithm: Algorithm = XXH3) -> tuple[Ints, Ints]:

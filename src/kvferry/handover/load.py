@@ -584,11 +584,7 @@ def _in_turn(bound: Mapping[Source, Bound]) -> Iterator[tuple[Source, Any]]:
 
 
 def _pieces(source: Source, copies: Bound) -> Iterator[Any]:
-    if _takes_strided(source):
-        yield from copies.batches
-        return
-    for piece in copies.slices(SLICE_DESCRIPTORS):
-        yield Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
+    return iter(copies.batches) if _takes_strided(source) else copies.slices(SLICE_DESCRIPTORS)
 
 
 # Checking. Slice by slice, all sources digest their bytes while this rank digests its own.

@@ -45,7 +45,7 @@ from kvferry.layout.model import CacheModel
 from kvferry.layout.placement import RankLayout
 from kvferry.net.messages import EngineInfo, Offer, RankInfo, Reader, read_tables
 from kvferry.net.server import ENTRY_BYTES
-from kvferry.plan import Copies, EdgePlan, bind, plan_pair
+from kvferry.plan import EdgePlan, bind, plan_pair
 from kvferry.workers import Threads
 
 log = logging.getLogger("kvferry")
@@ -235,8 +235,7 @@ class Pusher:
                 watch.require_wanted()
                 if len(transfers) >= FLYING:
                     await_transfer(transfers[-FLYING], watch)
-                mine = Copies(piece.src.copy(), piece.dst.copy(), piece.length.copy())
-                transfers.append(carrier.write_granted(peer, mine, offer.grant))
+                transfers.append(carrier.write_granted(peer, piece, offer.grant))
             for transfer in transfers:
                 await_transfer(transfer, watch)
         except BaseException:

@@ -100,11 +100,12 @@ class Bound:
         return out[:done]
 
     def slices(self, most: int) -> Iterator[Copies]:
-        """The same copies in the same order, at most `most` at a time, in one reused buffer."""
-        out = Copies.empty(min(most, self.descriptors))
+        """The same copies in the same order, at most `most` at a time."""
         for batch in self.batches:
             for rows, segments, steps in _tiles(batch, most):
-                yield out[: batch.fill(out, rows, segments, steps)]
+                out = Copies.empty(rows.size * segments.size * steps.size)
+                batch.fill(out, rows, segments, steps)
+                yield out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

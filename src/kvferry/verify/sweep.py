@@ -329,7 +329,7 @@ def require_same_copies(bound: Bound, copies: Copies) -> None:
     for piece in bound.slices(most):
         if len(piece) > most:
             raise MismatchError(f"a slice of at most {most} copies has {len(piece)}")
-        sliced.append(np.stack([piece.src, piece.dst, piece.length]))  # the buffer is used again
+        sliced.append(np.stack([piece.src, piece.dst, piece.length]))
     for b in bound.batches:
         src = b.src_rows[:, None, None] + b.src_segments[:, None] + b.src_steps
         dst = b.dst_rows[:, None, None] + b.dst_segments[:, None] + b.dst_steps
