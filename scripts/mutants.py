@@ -25,7 +25,7 @@ TESTS = [
     "test_tokens.py",
     "test_plan.py",
     "test_layout.py",
-    "test_told_layouts.py",
+    "test_peer_layouts.py",
     "test_refusals.py",
     "test_topology.py",
 ]

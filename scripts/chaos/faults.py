@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from chaos.round import Round
 from chaos.world import LEASE_SECONDS, SHORT_SECONDS
-from p2p_peers import Child
+from handover_peers import Child
 from waiting import wait_until
 
 

@@ -17,7 +17,7 @@ from chaos.world import (
     Flight,
     World,
 )
-from p2p_peers import Prompt
+from handover_peers import Prompt
 
 
 @dataclass

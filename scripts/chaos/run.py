@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from chaos import __doc__ as what_it_is
 from chaos import peers
 from chaos.outcome import Broken, Outcomes
+from handover_peers import QUIET
 from kvferry.errors import KvferryError
-from p2p_peers import QUIET
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

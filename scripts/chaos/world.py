@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from chaos.outcome import Broken
+from handover_peers import Child, Prompt, Spec
 from kvferry.handover.load import Loaded
 from kvferry.handover.ticket import Ticket
 from kvferry.plan import plan_pair
-from p2p_peers import Child, Prompt, Spec
 from waiting import wait_until
 
 LEASE_SECONDS = 5.0  # four loads at once end within it, on a busy machine too

@@ -49,7 +49,7 @@ from kvferry.net.rpc import Sockets
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
-from p2p_peers import LOOPBACK, Child, Prompt, Spec
+from handover_peers import LOOPBACK, Child, Prompt, Spec
 
 SECRET = "5ec2e7" * 6
 WRONG_SECRET = "badbad" * 6

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import msgspec
 from typer.testing import CliRunner
 
+from handover_peers import LOOPBACK, Producer, Spec, memory_regions
 from kvferry.carriers import make_carrier
 from kvferry.cli.main import app
-from p2p_peers import LOOPBACK, Producer, Spec, memory_regions
 
 SECRET = "the right secret"
 

@@ -6,9 +6,9 @@ import threading
 import time
 from typing import Any
 
+from handover_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, WrappedCarrier, consumer
 from kvferry.carriers import TransferState
 from kvferry.errors import Cancelled, DeadlineExceeded
-from p2p_peers import PATIENCE_SECONDS, Producer, Prompt, Spec, WrappedCarrier, consumer
 from waiting import require_for, wait_until
 
 PROMPT = Prompt(1, 100)

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
 
+from handover_peers import Producer, Prompt, Spec, consumer, producer
 from kvferry.carriers import MemoryRegion, vouch
 from kvferry.carriers.liveness import Liveness, PulseServer
 from kvferry.carriers.local import LocalCarrier, LocalEndpoint, _start_ticks
@@ -50,7 +51,6 @@ from kvferry.net.guests import MOST_PENDING
 from kvferry.net.keys import Key, runtime_directory
 from kvferry.net.messages import VERSION, Look
 from kvferry.net.rpc import Caller, Sockets
-from p2p_peers import Producer, Prompt, Spec, consumer, producer
 from waiting import wait_until
 
 SECRET = "a secret for these tests"

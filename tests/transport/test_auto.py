@@ -10,12 +10,12 @@ import pytest
 from carrier_peer import KINDS, owner, soon
 from msgspec.structs import replace
 
+from handover_peers import LOOPBACK, Prompt, Spec, hold, memory_regions, said, side_by_side
 from kvferry.carriers import Carrier, make_carrier
 from kvferry.carriers.auto import connect, fastest_first, select
 from kvferry.carriers.null import NullCarrier
 from kvferry.errors import DeadlineExceeded, HandoverError, TransferError
 from kvferry.handover import peers
-from p2p_peers import LOOPBACK, Prompt, Spec, hold, memory_regions, said, side_by_side
 from waiting import wait_until
 
 SECRET = "a secret for these tests"

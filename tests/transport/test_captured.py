@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from captured import Captured, CapturedConsumer
-from p2p_peers import Child
+from handover_peers import Child
 
 # source, destination, tokens; names are files of tests/fixtures/vllm-0.32
 PAIRS = [

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from handover_peers import LOOPBACK, Prompt, Spec, consumer, producer, side_by_side
 from kvferry.carriers import MemoryRegion
 from kvferry.carriers.host import HostMemory
 from kvferry.carriers.null import Faults
@@ -24,7 +25,6 @@ from kvferry.handover.checksum import MIX128, XXH3, decode_runs, digest
 from kvferry.handover.holds import Closed
 from kvferry.net.messages import VERSION, Refused, Sum, Summed, Text
 from kvferry.net.rpc import Caller
-from p2p_peers import LOOPBACK, Prompt, Spec, consumer, producer, side_by_side
 from waiting import wait_until
 
 PROMPT = Prompt(1, 200)

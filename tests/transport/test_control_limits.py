@@ -18,12 +18,12 @@ import msgspec
 import pytest
 import zmq
 
+from handover_peers import LOOPBACK, PATIENCE_SECONDS, Child, Prompt, Spec, producer
 from kvferry.handover.producer import Directory
 from kvferry.net import server
 from kvferry.net.messages import VERSION, decode_reply
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import ConnectionLimit
-from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Child, Prompt, Spec, producer
 from waiting import wait_until
 
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from handover_peers import Consumer, Producer, Prompt, Spec, hold, side_by_side
 from kvferry.handover.load import Load
 from kvferry.handover.ticket import child
-from p2p_peers import Consumer, Producer, Prompt, Spec, hold, side_by_side
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from doctors import SECRET, examine, offering, refused
+from handover_peers import LOOPBACK, Producer, Spec
 from kvferry.bench.trial import TRIED_BYTES, Tried, child, own, try_endpoints
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.cli import doctor
 from kvferry.cli.doctor import Finding, own_address
 from kvferry.errors import KvferryError
 from kvferry.vllm.config import FerryConfig
-from p2p_peers import LOOPBACK, Producer, Spec
 
 
 def test_this_host() -> None:

@@ -34,10 +34,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.handover import load as pieces_module
-from kvferry.handover.load import Loaded
-from kvferry.handover.ticket import Ticket
-from p2p_peers import (
+from handover_peers import (
     PATIENCE_SECONDS,
     SHORT_SECONDS,
     SILENT_SECONDS,
@@ -53,6 +50,9 @@ from p2p_peers import (
     producer,
     start_and_hold,
 )
+from kvferry.handover import load as pieces_module
+from kvferry.handover.load import Loaded
+from kvferry.handover.ticket import Ticket
 from vllm_engines import free_port
 from waiting import wait_until
 

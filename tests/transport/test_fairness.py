@@ -15,10 +15,10 @@ from functools import partial
 
 import pytest
 
+from handover_peers import LOOPBACK, Consumer, Prompt, Spec, hold, side_by_side
 from kvferry.handover import consumer as consumer_module
 from kvferry.handover import peers as meetings_module
 from kvferry.handover.ticket import Ticket
-from p2p_peers import LOOPBACK, Consumer, Prompt, Spec, hold, side_by_side
 from waiting import wait_until
 
 P = Spec("p", "tp=1,block=16", carrier="tcp")

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.handover import peers, push
-from p2p_peers import (
+from handover_peers import (
     PATIENCE_SECONDS,
     Consumer,
     Producer,
@@ -24,6 +23,7 @@ from p2p_peers import (
     hold,
     side_by_side,
 )
+from kvferry.handover import peers, push
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from test_push import D, P, peers
 
+from handover_peers import Producer, Prompt, error_of, hold
 from kvferry.carriers.tcp.carrier import TcpEndpoint
 from kvferry.handover import push
 from no_threads import no_threads
-from p2p_peers import Producer, Prompt, error_of, hold
 from waiting import require_for, wait_until
 
 PULL = replace(D, mode="pull")

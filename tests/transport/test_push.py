@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.carriers.base import TransferState
-from kvferry.demo.cache import CANARY
-from kvferry.errors import DeadlineExceeded, PeerLost
-from kvferry.handover import push
-from kvferry.handover.deadline import end_transfers
-from kvferry.net.messages import Offer
-from kvferry.plan import Copies
-from p2p_peers import (
+from handover_peers import (
     Consumer,
     Producer,
     Prompt,
@@ -34,6 +27,13 @@ from p2p_peers import (
     hold,
     side_by_side,
 )
+from kvferry.carriers.base import TransferState
+from kvferry.demo.cache import CANARY
+from kvferry.errors import DeadlineExceeded, PeerLost
+from kvferry.handover import push
+from kvferry.handover.deadline import end_transfers
+from kvferry.net.messages import Offer
+from kvferry.plan import Copies
 from waiting import wait_until
 
 P = Spec("p", "tp=2,block=16", carrier="tcp")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from handover_peers import Child, Prompt, Spec, consumer, make_ticket, producer
 from kvferry.handover.describe import engine_info
 from kvferry.handover.renew import MOST_HELLOS, Renewer
 from kvferry.net.rpc import Sockets
-from p2p_peers import Child, Prompt, Spec, consumer, make_ticket, producer
 from vllm_engines import free_port
 from waiting import wait_until
 

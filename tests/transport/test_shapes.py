@@ -12,8 +12,8 @@ from math import lcm
 
 import pytest
 
+from handover_peers import Prompt, Spec, consumer, producer
 from kvferry.handover.peers import PeerKey
-from p2p_peers import Prompt, Spec, consumer, producer
 
 # model, source, destination, carrier
 CASES = [

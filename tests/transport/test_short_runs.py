@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_peers import Prompt, Spec, consumer, producer
+from handover_peers import Prompt, Spec, consumer, producer
 
 
 @pytest.mark.parametrize("carrier", ["local", "tcp"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from handover_peers import LOOPBACK, PATIENCE_SECONDS, Producer, Prompt, Spec
 from kvferry.net.messages import (
     MAX_REQUEST_BYTES,
     VERSION,
@@ -23,7 +24,6 @@ from kvferry.net.messages import (
 )
 from kvferry.net.rpc import Sockets
 from kvferry.net.server import kept_bytes
-from p2p_peers import LOOPBACK, PATIENCE_SECONDS, Producer, Prompt, Spec
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -18,8 +18,8 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from registered import Draft, LaidOut, Registered, RegisteredConsumer, Sparse
 
+from handover_peers import Child
 from kvferry.layout.shape import Rank
-from p2p_peers import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,13 +11,7 @@ from typing import Literal
 
 import pytest
 
-from kvferry.handover import load as pieces_module
-from kvferry.handover.load import Loaded, Loading
-from kvferry.handover.ticket import Ticket
-from kvferry.layout.shape import EngineShape, Rank
-from kvferry.net import rpc
-from kvferry.plan import plan_pair
-from p2p_peers import (
+from handover_peers import (
     MODELS,
     PATIENCE_SECONDS,
     SHORT_SECONDS,
@@ -33,6 +27,12 @@ from p2p_peers import (
     said,
     start_and_hold,
 )
+from kvferry.handover import load as pieces_module
+from kvferry.handover.load import Loaded, Loading
+from kvferry.handover.ticket import Ticket
+from kvferry.layout.shape import EngineShape, Rank
+from kvferry.net import rpc
+from kvferry.plan import plan_pair
 from vllm_engines import free_port
 from waiting import require_for, wait_until
 
