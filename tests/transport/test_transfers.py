@@ -45,7 +45,7 @@ class MemmoveCarrier(LibraryCarrier):
 
     def __init__(self, gpu: int = shared.ON_HOST) -> None:
         self.registered: list[MemoryRegion] = []
-        self.batches = 0
+        self.batches = self.copies = 0
         super().__init__(host=None, secret=None, flavour="", gpu=gpu)
 
     def _start(self) -> None: ...
@@ -65,6 +65,7 @@ class MemmoveCarrier(LibraryCarrier):
 
     def _carry(self, job: Job, peer: LibraryPeer, batch: Copies, *, reading: bool) -> None:
         self.batches += 1
+        self.copies += len(batch)
         for src, dst, length in zip(batch.src, batch.dst, batch.length, strict=True):
             ctypes.memmove(int(dst), int(src), int(length))
 
@@ -126,6 +127,28 @@ def test_neighbours_on_a_gpu_are_registered_apart(gpu: int) -> None:
     assert carrier.registered == [scratch, *apart]
     carrier.close()
     assert carrier.registered == []
+
+
+@pytest.mark.parametrize(
+    ("owners", "users", "moved"),
+    [(shared.ON_HOST, shared.ON_HOST, 1), (0, shared.ON_HOST, 2), (shared.ON_HOST, 0, 2)],
+)
+def test_no_copy_is_joined_over_the_border_of_two_registrations(
+    owners: int, users: int, moved: int
+) -> None:
+    """Libraries refuse such a copy, whichever side it is."""
+    theirs, ours = np.arange(8192) % 251, np.zeros(8192, dtype=np.int64)
+    half = theirs.nbytes // 2
+    with closing(MemmoveCarrier(owners)) as owner, closing(MemmoveCarrier(users)) as user:
+        for carrier, memory in ((owner, theirs), (user, ours)):
+            base = memory.ctypes.data
+            carrier.register([MemoryRegion(base + at, half) for at in (0, half)])
+        link = user.connect(owner.endpoint(), soon())
+        before, at = user.copies, np.array([0, half])
+        copies = Copies(at + theirs.ctypes.data, at + ours.ctypes.data, np.full(2, half))
+        user.read(link, copies).wait(soon())
+        assert user.copies - before == moved
+        assert np.array_equal(theirs, ours)
 
 
 def late(
@@ -335,7 +358,7 @@ def test_a_nixl_peer_met_again_while_its_old_connection_ends() -> None:
     carrier = NixlCarrier.__new__(NixlCarrier)
     agents: dict[str, int] = {}
     carrier._agent, carrier._agents, carrier._agents_lock = Agent(), agents, threading.Lock()
-    endpoint: Any = SimpleNamespace(address=b"", device=-1)
+    endpoint: Any = SimpleNamespace(address=b"")
     attach = carrier._attach
     handle = attach(endpoint)
     again = threading.Thread(target=attach, args=(endpoint,))

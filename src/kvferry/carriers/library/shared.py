@@ -190,7 +190,7 @@ class LibraryCarrier(Carrier):
                 pulse_port=self._pulse.port,
                 token=self._pulse.token,
                 incarnation=self._pulse.incarnation,
-                regions=[(r.address, r.bytes) for r in self._table.regions()],
+                regions=[(r.address, r.bytes) for r in self._registered],
                 gpu=self.gpu,
                 address=self._address(),
             )
@@ -304,7 +304,11 @@ class LibraryCarrier(Carrier):
     def submit(self, peer: LibraryPeer, copies: Copies, *, reading: bool) -> Transfer:
         def work(job: Job) -> None:
             arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
-            for batch in batches(arrays, self.batch_descriptors, self.batch_bytes):
+            # neighbours that were registered apart are one region of a table, but not of a library
+            apart = len(peer.endpoint.regions) > len(peer.regions)
+            apart |= len(self._registered) > len(self._table)
+            limits = self.batch_descriptors, self.batch_bytes
+            for batch in batches(arrays, *limits, join=not apart):
                 with peer.turn(job):
                     self._move(job, peer, batch, reading=reading)
             job.checkpoint()
@@ -393,9 +397,11 @@ class LibraryJob(Job):
         self._carrier.ended(self._peer)
 
 
-def batches(copies: Copies, descriptors: int, max_bytes: int) -> Iterator[Copies]:
+def batches(
+    copies: Copies, descriptors: int, max_bytes: int, *, join: bool = True
+) -> Iterator[Copies]:
     for part in slices(copies, max_bytes):
-        ready = part.joined()
+        ready = part.joined() if join else part
         starts = range(0, len(ready), descriptors)
         # all at once: between two batches, a Python call takes many times as long as here
         yield from [ready[first : first + descriptors] for first in starts]
