@@ -106,6 +106,20 @@ def test_a_stage_without_states_describes_those_of_others() -> None:
     assert model() == whole
 
 
+@pytest.mark.parametrize("name", ["llama-tp1", "deepseek-v2-tp1-cpu-mla"])
+def test_scales_of_a_checkpoint_that_vllm_does_not_use(name: str) -> None:
+    """It stores latents as the model's own type whatever a checkpoint says, and DeepSeek V3.2's in
+    bfloat16 if that is asked for. Both are called auto."""
+    engine = golden(name)
+    worker = Worker(engine, Rank(0, 0))
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    told = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    text = {**engine.data["hf_config"], "quantization_config": told}
+    worker.vllm_config.model_config.hf_text_config.to_dict = lambda: dict(text)
+    assert worker.vllm_config.cache_config.cache_dtype == "auto"
+    assert worker.describe().model.fingerprint() == engine.model.fingerprint()
+
+
 def test_windows_that_are_not_configured_are_refused() -> None:
     worker = Worker(golden("mistral-tp1"), Rank(0, 0))
     text = {**golden("mistral-tp1").data["hf_config"], "sliding_window": None}

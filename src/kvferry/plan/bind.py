@@ -7,8 +7,8 @@ layer): block ids become byte offsets, and neighbours merge. Rows (layers) are m
 There is no loop over blocks, layers or tokens.
 
 Strided batches (`Bound.batches`) are the primary form: a few numbers for each segment, which some
-carriers and kernels take as they are. `Bound.copies` and `Bound.slices` write the same as arrays
-into the caller's buffers, with one broadcast for each batch.
+carriers and kernels take as they are. `Bound.copies` writes the same as arrays, into the caller's
+buffer if it has one, with one broadcast for each batch. `Bound.slices` makes new arrays of a part.
 
 `landing` says where an edge's bytes land, without the source's block ids. A destination that lets
 a source write opens exactly these ranges, and expects exactly this many bytes. The ranges are a

@@ -326,10 +326,13 @@ def _configured_model(vllm_config: Any, kv_cache_config: Any, text: dict[str, An
     specs = [group_spec(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]  # of all stages
     states = [spec for spec in specs if is_state(spec)]
     dtypes = [str(d).removeprefix("torch.") for d in states[0].dtypes] if states else []
+    dtype = str(config.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     target = model_from_config(
-        {**text, "dtype": str(config.dtype).removeprefix("torch.")},
+        {**text, "dtype": dtype},
         name=str(config.model),
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        # vLLM has looked at the checkpoint's scales; where it leaves "auto", it does without
+        cache_dtype=dtype if cache_dtype == "auto" else cache_dtype,
         state_dtype=dtypes[0] if dtypes else "auto",
         ssm_dtype=dtypes[-1] if dtypes else "auto",
     )
