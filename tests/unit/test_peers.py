@@ -13,7 +13,7 @@ import pytest
 
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.carriers.null import NullCarrier
-from kvferry.errors import DeadlineExceeded, UnknownEngine
+from kvferry.errors import DeadlineExceeded, HandoverError, IncompatibleError, UnknownEngine
 from kvferry.handover.deadline import Deadline
 from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.load import Introductions
@@ -24,6 +24,7 @@ from kvferry.handover.peers import (
     Peers,
     Remote,
     ask_directory,
+    require_welcome,
 )
 from kvferry.net.messages import RankInfo, Refused, Welcome
 from kvferry.topology import TransferTopology
@@ -109,6 +110,14 @@ def test_a_directory_that_was_starting_when_it_fell_silent(monkeypatch: pytest.M
     answers.append(Future())
     with pytest.raises(DeadlineExceeded):  # one that never answered
         ask_directory(caller, "h:1", engine, Deadline(time.monotonic() + 0.02), 60)
+
+
+def test_an_engine_that_is_starting_is_not_called_incompatible() -> None:
+    """Failed loads are counted by the kind of their error."""
+    with pytest.raises(HandoverError, match="no ranks yet"):
+        require_welcome(Refused("busy", "no ranks yet"), KEY)
+    with pytest.raises(IncompatibleError):
+        require_welcome(Refused("version", "another version"), KEY)
 
 
 class Late(NullCarrier):

@@ -384,7 +384,8 @@ def ask_directory(
 def require_welcome(reply: ReplyBody, key: PeerKey) -> Welcome:
     """A directory's answer to a hello, if it is a welcome to this incarnation of this engine."""
     if isinstance(reply, Refused):
-        raise IncompatibleError(f"the prefill engine refuses us: {reply.message}")
+        kind = HandoverError if reply.reason == "busy" else IncompatibleError  # it may be starting
+        raise kind(f"the prefill engine refuses us: {reply.message}")
     if not isinstance(reply, Welcome):
         raise HandoverError(f"the directory answered a hello with a {type(reply).__name__}")
     if reply.engine.engine_id != key.engine_id:

@@ -295,8 +295,6 @@ def _in_turn(unknown: dict[PeerKey, _Engine]) -> list[str]:
 
 
 def _ranks(key: PeerKey, reply: ReplyBody) -> list[_Address]:
-    if isinstance(reply, Refused) and reply.reason == "busy":  # the engine is still starting
-        raise HandoverError(reply.message)
     welcome = require_welcome(reply, key)
     if not welcome.ranks:
         raise HandoverError("its directory does not know its ranks yet")
