@@ -110,6 +110,18 @@ def test_what_came_back_is_not_told_as_gone(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen.take_gone() == ["b"]
 
 
+def test_after_a_reset_all_is_told_as_gone_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router takes 0.3 seconds for all at once, and its requests wait."""
+    monkeypatch.setattr(lookup, "TOLD_AT_A_TIME", 2)
+    seen = EvictionWatch()
+    for name in "abcd":
+        seen.add(name, [name])
+    seen.lose_all()
+    assert seen.take_gone() == ["a", "b"] and seen.has_gone
+    seen.add("c", ["c"])
+    assert seen.take_gone() == ["d"] and not seen.has_gone
+
+
 def test_a_mooncake_client_that_is_refused_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

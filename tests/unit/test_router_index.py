@@ -127,6 +127,18 @@ def test_a_block_that_is_held_twice_is_removed_twice() -> None:
     }
 
 
+def test_a_block_of_a_pool_is_there_once() -> None:
+    """Two requests that save the same prompt at once are told of both; its end is told once."""
+    index, tokens = CacheIndex(), numbers(12)
+    a = Told(index, "a")
+    for _ in range(2):
+        a.store(tokens, medium="STORAGE")
+    a.remove(tokens[:8], medium="STORAGE")
+    assert held(index, tokens) == {("", "pool"): 4}
+    a.store(tokens[:8], medium="STORAGE")
+    assert held(index, tokens) == {("", "pool"): 12} and index.size == 3
+
+
 def test_a_block_without_its_parent_has_no_place() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")

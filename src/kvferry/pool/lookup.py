@@ -447,6 +447,7 @@ def _stale(asked: LookupQuestion, now: float) -> bool:
 
 PERIOD_SECONDS = 2.0
 BLOCKS_AT_A_TIME = 1024
+TOLD_AT_A_TIME = 1 << 14  # after a reset; a router takes 20 ms for so many, and requests wait
 MOST_BLOCKS = 1 << 18  # beyond, the oldest are forgotten, and never reported as gone
 
 
@@ -479,9 +480,11 @@ class EvictionWatch:
         return bool(self._gone)
 
     def take_gone(self) -> list[Any]:
+        """The next blocks for routers. There may be more."""
         with self._lock:
-            gone = list(self._gone)
-            self._gone.clear()
+            gone = list(islice(self._gone, TOLD_AT_A_TIME))
+            for name in gone:
+                del self._gone[name]
             return gone
 
     def look(self, store: Store, deadline: float) -> None:

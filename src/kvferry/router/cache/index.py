@@ -416,11 +416,11 @@ class CacheIndex:
                 part.unplaced += 1
                 continue
             bits = self._where.get(digest, 0)
-            if bits & slot.bits:
+            if not bits & slot.bits:
+                self._where[digest] = bits | slot.bits
+            elif slot.tier != "pool":  # a pool has one, also if two requests save it
                 key = (slot.bits, name)
                 part.copies[key] = part.copies.get(key, 0) + 1
-            else:
-                self._where[digest] = bits | slot.bits
             if name not in blocks:
                 blocks[name] = digest
                 self.size += 1
