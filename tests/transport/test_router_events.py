@@ -422,6 +422,35 @@ def test_an_engine_that_came_up_without_its_publisher_is_forgotten(replay: bool)
     asyncio.run(inside())
 
 
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_restart_is_noticed_also_while_replays_are_not_answered(publishes: bool) -> None:
+    """The numbers of the new process are those that the old one had used."""
+
+    async def inside() -> None:
+        async with world() as w:
+            await w.publisher.publish(stored(9))
+            w.publisher.silent = True
+            w.follow()
+            await w.connected()
+            await w.until(lambda: w.stream._unanswered)
+            for seed in range(3):
+                await w.publisher.publish(stored(seed))
+            await w.until(lambda: w.held(2) == 12 and w.stats.state == "lost")
+            if publishes:
+                await w.restart()
+                w.publisher.silent = True
+                await w.connected()
+                await w.publisher.publish(stored(7))
+                await w.until(lambda: w.held(7) == 12)
+            else:
+                await w.publisher.close()
+                await asyncio.sleep(0.2)  # the stream hears of it
+                w.stream.came_up()
+            await w.until(lambda: w.held(0) == w.held(2) == 0)
+
+    asyncio.run(inside())
+
+
 @in_a_world
 async def test_garbage_is_counted_and_skipped(w: World) -> None:
     w.follow()

@@ -22,11 +22,12 @@ What happens:
     a number is missing                  replay of what is missing; lost if it cannot be had
     the numbers begin again              the engine restarted: forget at once, begin again
     the connection was made again        the replay is asked for the last batch. If it is the same,
-                                         the engine did not restart. Without a replay: lost
+                                         the engine did not restart. Without an answer: lost
     a batch cannot be read               it is missing, and no replay has it
     no answer to a replay                lost; asked again after a while, longer each time
-    the engine was down and is up        as for a new connection. Without a replay: nothing if the
-                                         connection stood all the time, else forget at once
+    the engine was down and is up        as for a new connection. If replays are not answered:
+                                         nothing if the connection stood all the time, else forget
+                                         at once
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
@@ -117,9 +118,14 @@ class EventStreams:
         self._task.cancel()
         return self._task
 
+    @property
+    def _replays(self) -> bool:
+        """Whether missed batches are to be had, as far as is known."""
+        return self.source.replay is not None and not self._unanswered
+
     def came_up(self) -> None:
         """The engine was down, perhaps only for the router, and may be another process."""
-        if self.source.replay is not None:
+        if self._replays:
             self._replay_at = 0.0
         elif not self._connected:
             self._begin_again()
@@ -154,12 +160,12 @@ class EventStreams:
     def _follow_anew(self) -> None:
         """Behind a new connection, there may be another process than before."""
         self._heard = -1
+        if self._begun and not self._replays:
+            self._lose("the connection broke")
+            self._begun = False
         if self.source.replay is not None:
             self._replay_at = 0.0
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
-        elif self._begun:
-            self._lose("the connection broke")
-            self._begun = False
 
     def _receive(self, frames: list[bytes]) -> None:
         """A batch from the publisher itself."""
@@ -176,7 +182,7 @@ class EventStreams:
         if self._begun and number <= self._last:
             return  # a replay had it already
         if not self._begun or number > self._last + 1:
-            if self.source.replay is not None and not self._unanswered:
+            if self._replays:
                 self._replay_at = 0.0
                 return  # the replay will have this batch too
             if self._begun:
