@@ -124,11 +124,11 @@ class Sink:
 
 @asynccontextmanager
 async def asking(
-    server: Server, idle_seconds: float = 5.0
+    server: Server, idle_seconds: float = 5.0, most_kept: int = 16
 ) -> AsyncIterator[tuple[Client, EngineTransport]]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
-    pool = EngineTransport(ssl.create_default_context(), idle_seconds, 1.0)
+    pool = EngineTransport(ssl.create_default_context(), idle_seconds, 1.0, most_kept)
     try:
         async with asyncio.timeout(20):
             yield Client(pool, f"http://127.0.0.1:{server.port}/x"), pool
@@ -514,6 +514,15 @@ def test_idle_connections_expire() -> None:
             next(iter(pool._idle[address_of_url(client.url).origin])).expires -= 60.0
             await client.get()  # on the newest one; the oldest has expired
             assert server.connections == 7 and len(pool.connections) == idle(pool) == 1
+
+    asyncio.run(run())
+
+
+def test_only_so_many_connections_are_kept() -> None:
+    async def run() -> None:
+        async with asking(bytes_of(WHOLE), most_kept=3) as (client, pool):
+            await asyncio.gather(*(client.get() for _ in range(8)))
+            assert len(pool.connections) == idle(pool) == 3
 
     asyncio.run(run())
 

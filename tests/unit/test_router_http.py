@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import h11
 import pytest
@@ -276,6 +277,42 @@ def test_requests_that_come_together_are_answered_in_their_order() -> None:
         assert statuses(got) == [200, 200, 404, 200, 200]
         assert got.count(WHOLE) == 2 and got.endswith(b"}")
         assert len(c.decode[0].seen) == 2
+
+
+def test_requests_sent_ahead_are_answered_one_in_a_turn_of_the_loop() -> None:
+    """Also those that no route takes: otherwise one client's would keep all others waiting."""
+
+    async def run() -> list[int]:
+        ours = socket.socket()
+        kept, counts = KeptAnswers({"peername": ("127.0.0.1", 1), "socket": ours}), []
+        connection = connections_of({}, Limits())(ServerState())
+        connection.connection_made(kept)
+        connection.data_received(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
+        while len(statuses(kept.written)) < 4:
+            counts.append(len(statuses(kept.written)))
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        ours.close()
+        return counts
+
+    assert sorted(set(asyncio.run(run()))) == [0, 1, 2, 3]
+
+
+class KeptAnswers(asyncio.Transport):
+    written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
 
 
 def test_a_request_byte_by_byte() -> None:

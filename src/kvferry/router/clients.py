@@ -272,10 +272,7 @@ class ClientRequest:
 
     def start(self) -> None:
         connection = self.connection
-        route = connection.routes.get(self.path)
-        if route is None:
-            self.answer(_not_served(404, self).answer)
-            return
+        route = connection.routes.get(self.path, _unknown_path)
         tasks = connection.server_state.tasks
         self.task = connection.loop.create_task(route(self))
         tasks.add(self.task)
@@ -485,6 +482,11 @@ def require_method(request: ClientRequest, methods: Collection[str]) -> None:
         error = _not_served(405, request)
         error.answer.headers.append((b"allow", ", ".join(methods).encode()))
         raise error
+
+
+async def _unknown_path(request: ClientRequest) -> None:
+    """A task, as all routes are: a client that sends requests ahead gets one in a loop's turn."""
+    request.answer(_not_served(404, request).answer)
 
 
 def _not_served(status: int, request: ClientRequest) -> ApiError:

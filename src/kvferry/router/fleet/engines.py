@@ -297,7 +297,10 @@ class Fleet:
         self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
-            trusting(ca_file), _KEEPALIVE_SECONDS, limits.connect_seconds
+            trusting(ca_file),
+            _KEEPALIVE_SECONDS,
+            limits.connect_seconds,
+            most_kept=2 * limits.max_in_flight,
         )
         for spec in specs:
             if not spec.is_name:
