@@ -28,7 +28,7 @@ from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
 
 from handover_peers import Producer, Prompt, Spec, consumer, producer
 from kvferry.carriers import MemoryRegion, vouch
-from kvferry.carriers.liveness import Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, LivenessServer
 from kvferry.carriers.local import LocalCarrier, LocalEndpoint, _start_ticks
 from kvferry.carriers.tcp.carrier import TcpCarrier, TcpEndpoint
 from kvferry.carriers.tcp.frames import (
@@ -497,19 +497,19 @@ def test_strangers_of_many_addresses_do_not_have_peers_evicted() -> None:
         assert server.server.counters["evicted"] == 1
 
 
-def test_silent_visitors_keep_no_peer_from_a_pulse() -> None:
-    server = PulseServer("127.0.0.1")
+def test_silent_visitors_keep_no_peer_from_a_liveness_server() -> None:
+    server = LivenessServer("127.0.0.1")
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
         first, *more = silent(server.port, 2 * MOST_PENDING)
         for one in (first, *more):
             stack.enter_context(one)
         where = "127.0.0.1", server.port
-        pulse = Liveness.connect(*where, server.token, server.incarnation, soon(30))
-        stack.callback(pulse.close)
+        liveness = Liveness.connect(*where, server.token, server.incarnation, soon(30))
+        stack.callback(liveness.close)
         first.settimeout(30)
         assert first.recv(1) == b""  # the oldest was sent away
-        pulse.require_alive()
+        liveness.require_alive()
 
 
 def test_sockets_of_dead_processes_are_removed(
@@ -634,12 +634,12 @@ def test_a_visitor_that_speaks_while_it_is_sent_away_ends_nothing(
     )
     Gated.accepted = 0
     Gated.gate.set()
-    server = PulseServer("127.0.0.1")
+    server = LivenessServer("127.0.0.1")
     where = "127.0.0.1", server.port
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        pulse = Liveness.connect(*where, server.token, server.incarnation, soon(30))
-        stack.callback(pulse.close)
+        liveness = Liveness.connect(*where, server.token, server.incarnation, soon(30))
+        stack.callback(liveness.close)
         visitors = [
             stack.enter_context(socket.create_connection(where)) for _ in range(MOST_PENDING)
         ]
@@ -652,7 +652,7 @@ def test_a_visitor_that_speaks_while_it_is_sent_away_ends_nothing(
         visitors[1].settimeout(30)
         with contextlib.suppress(ConnectionResetError):
             assert visitors[1].recv(1) == b""
-        assert pulse.alive(0.2)
+        assert liveness.alive(0.2)
         Liveness.connect(*where, server.token, server.incarnation, soon(30)).close()
 
 

@@ -99,7 +99,7 @@ def test_the_name_of_a_process_may_be_any_bytes(tmp_path: Path) -> None:
     assert _text(str(stat)).endswith(") S 1")
 
 
-@pytest.mark.parametrize("whose", ["tcp", "pulse"])
+@pytest.mark.parametrize("whose", ["tcp", "liveness"])
 def test_a_name_that_takes_its_time(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`getaddrinfo` has no deadline; `connect` has one."""
     slow = threading.Event()

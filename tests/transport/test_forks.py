@@ -14,7 +14,7 @@ import pytest
 from carrier_peer import copies, soon, threads_left
 
 from kvferry.carriers import MemoryRegion
-from kvferry.carriers.liveness import Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, LivenessServer
 from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.errors import PeerLost
 from waiting import wait_until
@@ -24,23 +24,23 @@ SIZE = 1 << 16
 
 
 class Owner:
-    """A pulse and a tcp server over some memory."""
+    """A liveness server and a tcp server over some memory."""
 
     def __init__(self) -> None:
         self.memory = np.full(SIZE, 7, dtype=np.uint8)
         region = MemoryRegion(self.memory.ctypes.data, SIZE)
-        self.pulse = PulseServer(HOST)
+        self.liveness = LivenessServer(HOST)
         self.tcp = TcpCarrier()
         self.tcp.register([region])
 
     def told(self) -> str:
         """What a user must know."""
-        pulse = self.pulse
-        words = (pulse.port, pulse.token.hex(), pulse.incarnation.hex())
+        liveness = self.liveness
+        words = (liveness.port, liveness.token.hex(), liveness.incarnation.hex())
         return " ".join(map(str, (*words, self.tcp.endpoint().hex(), self.memory.ctypes.data)))
 
     def close(self) -> None:
-        self.pulse.close()
+        self.liveness.close()
         self.tcp.server.close(0.5)
 
 
@@ -48,18 +48,18 @@ class User:
     """Connected to all of an owner's."""
 
     def __init__(self, told: str) -> None:
-        pulse_port, token, incarnation, endpoint, address = told.split()
+        liveness_port, token, incarnation, endpoint, address = told.split()
         self.known = (bytes.fromhex(token), bytes.fromhex(incarnation))
-        self.pulse_port = int(pulse_port)
+        self.liveness_port = int(liveness_port)
         self.there = np.array([int(address)])
-        self.pulse = self.new_pulse()
+        self.liveness = self.new_liveness()
         self.tcp = TcpCarrier()
         self.memory = np.zeros(SIZE, dtype=np.uint8)
         self.tcp.register([MemoryRegion(self.memory.ctypes.data, SIZE)])
         self.peer = self.tcp.connect(bytes.fromhex(endpoint), soon())
 
-    def new_pulse(self) -> Liveness:
-        return Liveness.connect(HOST, self.pulse_port, *self.known, soon(5))
+    def new_liveness(self) -> Liveness:
+        return Liveness.connect(HOST, self.liveness_port, *self.known, soon(5))
 
     def read(self) -> None:
         self.memory[:] = 0
@@ -68,7 +68,7 @@ class User:
         assert (self.memory == 7).all()
 
     def close(self) -> None:
-        self.pulse.close()
+        self.liveness.close()
         self.tcp.close()
 
 
@@ -83,7 +83,7 @@ warnings.simplefilter("ignore")  # forks beside threads
 if os.fork():
     time.sleep(60)
 owner.close()
-assert not user.pulse.alive()
+assert not user.liveness.alive()
 print("forked", flush=True)
 for _ in sys.stdin:
     print("still here", flush=True)
@@ -118,38 +118,38 @@ def test_a_killed_process_is_dead_though_its_child_lives() -> None:
         process = undo.enter_context(forking(ours.told()))
         assert process.stdout
         user = undo.enter_context(contextlib.closing(User(process.stdout.readline())))
-        assert len(ours.pulse.guests) == ours.tcp.server.serving == 1
+        assert len(ours.liveness.guests) == ours.tcp.server.serving == 1
         user.read()
         assert said(process) == "forked\n"
         # the child has let go of all, which its parent does not notice
-        assert user.pulse.alive(0.05)
-        user.new_pulse().close()
+        assert user.liveness.alive(0.05)
+        user.new_liveness().close()
         user.read()
-        assert len(ours.pulse.guests) == ours.tcp.server.serving == 1
+        assert len(ours.liveness.guests) == ours.tcp.server.serving == 1
         process.kill()
         process.wait()
         # what it served
-        assert not user.pulse.alive(5)
+        assert not user.liveness.alive(5)
         with pytest.raises(PeerLost):
             user.read()
         with pytest.raises(PeerLost):
-            user.new_pulse()
+            user.new_liveness()
         # what it used
-        wait_until(lambda: not ours.pulse.guests)
+        wait_until(lambda: not ours.liveness.guests)
         wait_until(lambda: not ours.tcp.server.serving)
         assert said(process) == "still here\n"
 
 
-def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
+def test_closing_a_liveness_connection_is_seen_whoever_else_has_a_copy() -> None:
     """As a child has that was forked before it could be told of a connection."""
-    server = PulseServer(HOST)
+    server = LivenessServer(HOST)
     visit = Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
     (visitor,) = server.guests
     kept = [os.dup(one.fileno()) for one in (server._listener, visitor.connection)]
     begin = time.monotonic()
     server.close()
     assert time.monotonic() - begin < 10
-    assert threads_left("kvferry-pulse") == []
+    assert threads_left("kvferry-liveness") == []
     assert not visit.alive(10)
     with pytest.raises(PeerLost):
         Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(10))
@@ -160,9 +160,9 @@ def test_closing_a_pulse_is_seen_whoever_else_has_a_copy() -> None:
 
 DROPPED = """
 import gc, os, time
-from kvferry.carriers.liveness import Liveness, PulseServer
+from kvferry.carriers.liveness import Liveness, LivenessServer
 from kvferry.carriers.vouch import vouch_for
-server = PulseServer("127.0.0.1")
+server = LivenessServer("127.0.0.1")
 known = server.port, server.token, server.incarnation
 visit = Liveness.connect("127.0.0.1", *known, time.monotonic() + 5)
 vouch_for(str.encode)

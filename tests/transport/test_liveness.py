@@ -18,7 +18,7 @@ import pytest
 from carrier_peer import soon, threads_left
 
 from kvferry.carriers import make_carrier
-from kvferry.carriers.liveness import MAGIC, Liveness, PulseServer
+from kvferry.carriers.liveness import MAGIC, Liveness, LivenessServer
 from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from no_threads import no_threads
 from waiting import wait_until
@@ -26,8 +26,8 @@ from waiting import wait_until
 HOST = "127.0.0.1"
 OWNER = """
 import sys
-from kvferry.carriers.liveness import PulseServer
-server = PulseServer("127.0.0.1")
+from kvferry.carriers.liveness import LivenessServer
+server = LivenessServer("127.0.0.1")
 print(server.port, server.token.hex(), server.incarnation.hex(), flush=True)
 sys.stdin.read()
 """
@@ -37,7 +37,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def visit(server: PulseServer) -> Liveness:
+def visit(server: LivenessServer) -> Liveness:
     return Liveness.connect(HOST, server.port, server.token, server.incarnation, soon(5))
 
 
@@ -47,23 +47,23 @@ def test_a_killed_process_is_noticed_at_once() -> None:
     ) as process:
         assert process.stdout
         port, token, incarnation = process.stdout.readline().split()
-        pulse = Liveness.connect(
+        liveness = Liveness.connect(
             HOST, int(port), bytes.fromhex(token), bytes.fromhex(incarnation), soon()
         )
-        assert pulse.alive(0.05)
+        assert liveness.alive(0.05)
         os.kill(process.pid, signal.SIGSTOP)
-        assert pulse.alive(0.05)  # slow is not dead
-        assert not pulse.gone()
+        assert liveness.alive(0.05)  # slow is not dead
+        assert not liveness.gone()
         process.kill()
-        assert not pulse.alive(5)
-        wait_until(pulse.gone)
+        assert not liveness.alive(5)
+        wait_until(liveness.gone)
     with pytest.raises(PeerLost, match="gone"):
-        pulse.require_alive()
-    pulse.close()
+        liveness.require_alive()
+    liveness.close()
 
 
 def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
-    server = PulseServer(HOST)
+    server = LivenessServer(HOST)
     first, second = visit(server), visit(server)
     first.close()
     assert not first.alive() and second.alive(0.05)
@@ -73,12 +73,12 @@ def test_a_closed_carrier_is_gone_and_leaves_no_thread() -> None:
     second.close()
     with pytest.raises(PeerLost):
         visit(server)
-    assert threads_left("kvferry-pulse") == []
+    assert threads_left("kvferry-liveness") == []
 
 
 def test_a_visitor_that_comes_while_the_server_closes() -> None:
     """Its connection is closed, and not forgotten: that would be a warning."""
-    server, stopped, go_on = PulseServer(HOST), threading.Event(), threading.Event()
+    server, stopped, go_on = LivenessServer(HOST), threading.Event(), threading.Event()
     visit(server).close()  # from now on it accepts
     server.soon(lambda: (stopped.set(), go_on.wait(30)))
     assert stopped.wait(30)
@@ -92,17 +92,17 @@ def test_a_visitor_that_comes_while_the_server_closes() -> None:
 
 def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
     """Its library may still be at work, until the connection has ended."""
-    server = PulseServer(HOST)
+    server = LivenessServer(HOST)
     first, second = visit(server), visit(server)
     with socket.create_connection((HOST, server.port)) as stranger:
         time.sleep(0.05)
         server.leave()
         time.sleep(0.05)
         server.leave()
-        for pulse in (first, second):
-            assert not pulse.alive(5) and not pulse.gone()
+        for liveness in (first, second):
+            assert not liveness.alive(5) and not liveness.gone()
             with pytest.raises(PeerLost):
-                pulse.require_alive()
+                liveness.require_alive()
         stranger.settimeout(5)
         assert stranger.recv(1) == b""
     with pytest.raises(PeerLost, match="no process listens"):
@@ -111,13 +111,13 @@ def test_a_carrier_that_is_being_closed_is_lost_and_not_gone() -> None:
     assert not second.gone()  # a visitor that has left knows nothing
     server.close()
     wait_until(first.gone)
-    assert threads_left("kvferry-pulse") == []
+    assert threads_left("kvferry-liveness") == []
     first.close()
     assert first.gone()
 
 
 def test_somebody_else_is_not_taken_for_the_peer() -> None:
-    server = PulseServer(HOST)
+    server = LivenessServer(HOST)
     with pytest.raises(PeerLost, match="token"):
         Liveness.connect(HOST, server.port, b"x" * 16, server.incarnation, soon(5))
     with pytest.raises(PeerLost, match="restarted"):
@@ -153,7 +153,7 @@ def test_without_descriptors_it_waits_instead_of_trying_on_and_on(
     plain = socket.create_server
     with monkeypatch.context() as patch:
         patch.setattr(socket, "create_server", create_server)
-        server = PulseServer(HOST)
+        server = LivenessServer(HOST)
     tries.clear()
     friend = visit(server)  # it is let in later
     assert friend.alive(0.05)
@@ -164,13 +164,13 @@ def test_without_descriptors_it_waits_instead_of_trying_on_and_on(
     for one in (friend, again):
         one.close()
     server.close()
-    assert threads_left("kvferry-pulse") == []
+    assert threads_left("kvferry-liveness") == []
 
 
 def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_files()
-    with no_threads(monkeypatch, "kvferry-pulse"), pytest.raises(RuntimeError):
-        PulseServer(HOST)
+    with no_threads(monkeypatch, "kvferry-liveness"), pytest.raises(RuntimeError):
+        LivenessServer(HOST)
     wait_until(lambda: open_files() <= before)  # threads of other tests open and close some too
 
 
@@ -195,4 +195,4 @@ def test_a_missing_library_says_what_to_install(
     with pytest.raises(TransferError, match="pip install") as refused:
         make_carrier(name)
     assert install in str(refused.value)
-    assert threads_left("kvferry-pulse") == []
+    assert threads_left("kvferry-liveness") == []

@@ -160,7 +160,7 @@ def late(
         job.late_bytes = True
         raise error or TransferError("the batch failed, and the rest of it may be on its way")
 
-    peer: Any = SimpleNamespace(connected=True, pulse=SimpleNamespace(gone=gone.is_set))
+    peer: Any = SimpleNamespace(connected=True, liveness=SimpleNamespace(gone=gone.is_set))
     job = LibraryJob(carrier, peer, fail, "a read")
     job.run()
     return job
@@ -395,7 +395,7 @@ def test_a_library_that_fails_in_its_own_way_leaves_nothing() -> None:
 
     with pytest.raises(TypeError):
         Faulty()
-    assert not threads_left("kvferry-pulse")
+    assert not threads_left("kvferry-liveness")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_batch_that_mooncake_refuses_may_have_begun(
     peer: Any = SimpleNamespace(
         handle="127.0.0.1:1",
         connected=True,
-        pulse=SimpleNamespace(alive=lambda: alive),
+        liveness=SimpleNamespace(alive=lambda: alive),
         require_usable=lambda: None,
     )
     some = np.arange(copies, dtype=np.int64)

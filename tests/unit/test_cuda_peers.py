@@ -19,7 +19,7 @@ from kvferry.carriers import MemoryRegion, vouch
 from kvferry.carriers.cuda import carrier, driver
 from kvferry.carriers.cuda.carrier import Allocation, CudaCarrier, CudaEndpoint, this_process
 from kvferry.carriers.cuda.driver import IPC_HANDLE_BYTES, DevicePlace
-from kvferry.carriers.liveness import PulseServer
+from kvferry.carriers.liveness import LivenessServer
 from kvferry.carriers.local import boot_id
 from kvferry.errors import PeerLost, PermissionDenied, ProtocolError, TransferError
 
@@ -60,14 +60,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 @pytest.fixture
 def endpoint() -> Iterator[CudaEndpoint]:
-    server = PulseServer("127.0.0.1")
+    server = LivenessServer("127.0.0.1")
     handle = b"h" * IPC_HANDLE_BYTES
     yield CudaEndpoint(
         carrier="cuda",
         boot=boot_id(),
         process=b"another process!",
         host="127.0.0.1",
-        pulse_port=server.port,
+        liveness_port=server.port,
         token=server.token,
         incarnation=server.incarnation,
         allocations=[Allocation(BASE, SIZE, handle, b"u" * 16)],

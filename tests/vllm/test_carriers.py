@@ -127,7 +127,9 @@ def test_what_cannot_be_taken_back_is_abandoned(name: str, monkeypatch: pytest.M
             assert transfer.settled()
 
 
-def test_a_lost_pulse_is_not_the_end_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_liveness_connection_is_not_the_end_of_the_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As where the network fails for a while: callers that wait are told, and the memory is in use
     until NIXL has let go of it."""
     kind = kind_of("nixl")
@@ -150,7 +152,7 @@ def test_a_lost_pulse_is_not_the_end_of_the_bytes(monkeypatch: pytest.MonkeyPatc
             try:
                 transfer: Any = pair.start("read", at, at, np.full(4000, 500))
                 time.sleep(0.3)
-                pair.link.pulse._connection.shutdown(socket.SHUT_RD)
+                pair.link.liveness._connection.shutdown(socket.SHUT_RD)
                 with pytest.raises(suite.PeerLost):
                     transfer.wait(soon(5))
                 assert transfer.poll() is suite.TransferState.FAILED and not transfer.settled()

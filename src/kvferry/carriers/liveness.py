@@ -35,7 +35,7 @@ from kvferry.errors import DeadlineExceeded, PeerLost, TransferError
 from kvferry.net.guests import Guest, GuestServer
 from kvferry.net.names import dial, hang_up, keep_alive, ours_alone
 
-MAGIC = b"kvferry-pulse-1\n"
+MAGIC = b"kvferry-liveness-1\n"
 GOODBYE = b"\n"
 TOKEN_BYTES = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
@@ -45,7 +45,7 @@ IDLE_SECONDS, PROBE_SECONDS = 5, 2
 GRACE_TICK_SECONDS = 0.005
 
 
-class PulseServer(GuestServer):
+class LivenessServer(GuestServer):
     """The owner's side: greets visitors and keeps their connections, on one thread."""
 
     def __init__(self, host: str) -> None:
@@ -58,7 +58,7 @@ class PulseServer(GuestServer):
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from None
         self.port = int(listener.getsockname()[1])
-        super().__init__(listener, "kvferry-pulse")
+        super().__init__(listener, "kvferry-liveness")
 
     def leave(self) -> None:
         """Tell visitors that this carrier is being closed, and greet no new ones."""

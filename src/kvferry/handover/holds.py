@@ -73,7 +73,7 @@ class Hold:
     order: HoldOrder
     expires: float
     packed: Any = None  # the encoded answer to claims, which the server keeps here
-    engines: dict[int, _Engine] = field(default_factory=dict)  # by `_key`
+    engines: dict[int, _ReaderEngine] = field(default_factory=dict)  # by `_key`
     outcomes: dict[Outcome, int] = field(default_factory=dict)
 
     def announce(self, reader: Reader, readers: int) -> bool:
@@ -82,7 +82,7 @@ class Hold:
         if key not in self.engines:
             if len(self.engines) >= MOST_ENGINES:
                 return False
-            self.engines[key] = _Engine()
+            self.engines[key] = _ReaderEngine()
         self.engines[key].ranks = max(self.engines[key].ranks, readers)
         return True
 
@@ -125,13 +125,13 @@ class Closed:
 
 
 @dataclass(slots=True)
-class _Engine:
+class _ReaderEngine:
     ranks: int = 0  # that it announced
     spoke: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting(Generic[Parked]):
+class _ParkedClaim(Generic[Parked]):
     hold_id: str
     claim: Parked
     until: float
@@ -141,7 +141,7 @@ class _Waiting(Generic[Parked]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
+class _EarlyWord:
     """A last word that came before its hold."""
 
     hold_id: str
@@ -161,11 +161,11 @@ class HoldTable(Generic[Parked]):
     # Why each hold closed, and a hash of its request id: clients may send long request ids.
     _tombstones: OrderedDict[str, tuple[Why, int]] = field(default_factory=OrderedDict)
     _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn before arrival
-    _parked: dict[str, dict[_Waiting[Parked], None]] = field(default_factory=dict)
-    _early: deque[_Early] = field(default_factory=lambda: deque(maxlen=MOST_EARLY))
+    _parked: dict[str, dict[_ParkedClaim[Parked], None]] = field(default_factory=dict)
+    _early: deque[_EarlyWord] = field(default_factory=lambda: deque(maxlen=MOST_EARLY))
     _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES))
     # A heap. A claim that waits no longer stays in it until it reaches the top.
-    _patience: list[tuple[float, int, _Waiting[Parked]]] = field(default_factory=list)
+    _patience: list[tuple[float, int, _ParkedClaim[Parked]]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)
 
     def add(self, order: HoldOrder, now: float) -> tuple[list[Parked], Closed | None]:
@@ -225,7 +225,7 @@ class HoldTable(Generic[Parked]):
         """Let a claim of this size wait for its hold; False if too many bytes wait already."""
         if not self._parked_budget.take(bytes_, sender):
             return False
-        waiting = _Waiting(hold_id, claim, until, bytes_, sender)
+        waiting = _ParkedClaim(hold_id, claim, until, bytes_, sender)
         self._parked.setdefault(hold_id, {})[waiting] = None
         self.parked += 1
         heapq.heappush(self._patience, (until, next(self._number), waiting))
@@ -242,7 +242,7 @@ class HoldTable(Generic[Parked]):
         if hold is None:
             if outcome != "done" and self.find(hold_id) is None:
                 until = now + self.lease_seconds
-                self._early.append(_Early(hold_id, reader, readers, outcome, until))
+                self._early.append(_EarlyWord(hold_id, reader, readers, outcome, until))
             return False, None
         hold.hear(reader, readers, outcome)
         return True, self._close_if_over(hold)
@@ -286,12 +286,12 @@ class HoldTable(Generic[Parked]):
     def _first_to_expire(self) -> Hold | None:
         return next(iter(self.open.values()), None)
 
-    def _least_patient(self) -> _Waiting[Parked] | None:
+    def _least_patient(self) -> _ParkedClaim[Parked] | None:
         while self._patience and not self._patience[0][2].waits:
             heapq.heappop(self._patience)
         return self._patience[0][2] if self._patience else None
 
-    def _leave(self, waiting: _Waiting[Parked]) -> None:
+    def _leave(self, waiting: _ParkedClaim[Parked]) -> None:
         waiting.waits = False
         self.parked -= 1
         self._parked_budget.give_back(waiting.charged_bytes, waiting.sender)

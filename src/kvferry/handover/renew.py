@@ -62,7 +62,7 @@ class _Address:
 
 
 @dataclass(slots=True)
-class _Engine:
+class _Producer:
     renew_at: float  # when its holds are next renewed
     holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
     early: set[str] = field(default_factory=set)  # holds that have not arrived
@@ -91,7 +91,7 @@ class Renewer:
         self._caller = Caller(sockets)
         self._hello: Hello | None = None
         self._interval_seconds = interval_seconds
-        self._engines: dict[PeerKey, _Engine] = {}
+        self._engines: dict[PeerKey, _Producer] = {}
         self._of_hold: dict[str, PeerKey] = {}
         self._asking: set[str] = set()  # directories
         self._condition = threading.Condition()
@@ -114,7 +114,7 @@ class Renewer:
             self._drop(ticket.hold_id)
             self._of_hold[ticket.hold_id] = key
             soon = time.monotonic() + self._interval_seconds * FIRST_RENEWAL
-            engine = self._engines.setdefault(key, _Engine(soon))
+            engine = self._engines.setdefault(key, _Producer(soon))
             engine.renew_at = min(engine.renew_at, soon)
             engine.holds[ticket.hold_id] = set()
             if not engine.asked:
@@ -178,7 +178,7 @@ class Renewer:
             return math.inf
         return min((self._due(*one) for one in self._engines.items()), default=math.inf)
 
-    def _due(self, key: PeerKey, engine: _Engine) -> float:
+    def _due(self, key: PeerKey, engine: _Producer) -> float:
         waits = key.directory in self._asking or len(self._asking) >= MOST_HELLOS
         return math.inf if waits and not engine.ranks else engine.due
 
@@ -222,7 +222,7 @@ class Renewer:
             self._condition.notify()
 
     def _renewed(
-        self, key: PeerKey, engine: _Engine, rank: _Address, call: Future[ReplyBody]
+        self, key: PeerKey, engine: _Producer, rank: _Address, call: Future[ReplyBody]
     ) -> None:
         with self._condition:
             try:
@@ -241,7 +241,7 @@ class Renewer:
                     self._failed(key, engine, failed)
             self._condition.notify()
 
-    def _note(self, engine: _Engine, rank: _Address, renewed: Renewed) -> None:
+    def _note(self, engine: _Producer, rank: _Address, renewed: Renewed) -> None:
         """Forget holds that all ranks have closed, and early ones that a rank has closed."""
         engine.early.difference_update(renewed.open)
         for hold in engine.holds.keys() & set(renewed.closed):
@@ -258,7 +258,7 @@ class Renewer:
                 "%d holds of engine %r are no longer renewed: %s", len(holds), key.engine_id, why
             )
 
-    def _failed(self, key: PeerKey, engine: _Engine, error: KvferryError) -> None:
+    def _failed(self, key: PeerKey, engine: _Producer, error: KvferryError) -> None:
         engine.failures += 1
         engine.ranks = []  # the ranks may have moved
         now = time.monotonic()
@@ -275,14 +275,14 @@ class Renewer:
 _Told = Callable[[Future[ReplyBody]], None]
 
 
-def _open_at(engine: _Engine, rank: _Address) -> list[list[str]]:
+def _open_at(engine: _Producer, rank: _Address) -> list[list[str]]:
     """The holds that this rank has not closed, as many at a time as one question takes."""
     holds = [hold for hold, closed in engine.holds.items() if rank not in closed]
     step = MOST_HOLDS_PER_CALL
     return [holds[start : start + step] for start in range(0, len(holds), step)]
 
 
-def _in_turn(unknown: dict[PeerKey, _Engine]) -> list[str]:
+def _in_turn(unknown: dict[PeerKey, _Producer]) -> list[str]:
     """Directories to ask: those with the fewest failures first, hosts in turn."""
     failures = {key.directory: engine.failures for key, engine in unknown.items()}
     turns: Counter[str] = Counter()

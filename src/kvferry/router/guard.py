@@ -197,7 +197,7 @@ class LineFull(KvferryError):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _Place:
     besides: Collection[Any]
     turn: asyncio.Future[bool]  # False: something changed, look again
 
@@ -216,7 +216,7 @@ class Turns:
         self._quota = Quota(most, share)
         self._room = room
         self._clock = clock
-        self._line: dict[str, deque[_Waiting]] = {}  # by client; whose turn is next comes first
+        self._line: dict[str, deque[_Place]] = {}  # by client; whose turn is next comes first
         self._ahead = 0  # requests that have their turn, and have not gone yet
         self._ends: deque[float] = deque(maxlen=_ENDS)
 
@@ -236,7 +236,7 @@ class Turns:
         if lack := self._quota.take(client):
             most = self._quota.most_each if lack == "address" else self._quota.most
             raise LineFull(f"{most} requests {'of this client ' * (lack == 'address')}wait")
-        mine = _Waiting(besides, asyncio.get_running_loop().create_future())
+        mine = _Place(besides, asyncio.get_running_loop().create_future())
         self._line.setdefault(client, deque()).append(mine)
         gone = True  # by cancellation
         try:
@@ -291,7 +291,7 @@ class Turns:
         each = (self._clock() - self._ends[0]) / len(self._ends)
         return min(max((self.waiting + 1) * each, _SOONEST_SECONDS), _LATEST_SECONDS)
 
-    def _leave(self, client: str, waiting: _Waiting) -> None:
+    def _leave(self, client: str, waiting: _Place) -> None:
         line = self._line.get(client)
         if line is not None and waiting in line:
             line.remove(waiting)

@@ -44,7 +44,7 @@ from kvferry.carriers.cuda.driver import (
     place_of,
 )
 from kvferry.carriers.cuda.stream import NAP_SECONDS, Mapped, Pool, StreamBuffers
-from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, PulseServer, Token
+from kvferry.carriers.liveness import TOKEN_BYTES, Liveness, LivenessServer, Token
 from kvferry.carriers.local import MOST_ADDRESS, boot_id
 from kvferry.carriers.transfer import CANCEL_SECONDS
 from kvferry.carriers.vouch import ask, forget, vouch_for
@@ -81,7 +81,7 @@ class CudaCarrier(Carrier):
         self.memory = Mapped.of([])
         self._device: Device | None = None
         self._pool: Pool[StreamBuffers] | None = None
-        self._pulse: PulseServer | None = None
+        self._liveness: LivenessServer | None = None
         self._peers: list[CudaPeer] = []
         self._transfers = CudaTransfers()
         self._lock = threading.Lock()
@@ -127,23 +127,23 @@ class CudaCarrier(Carrier):
         with self._lock:
             if self._closed:
                 raise TransferError("the carrier is closed")
-            if self._pulse is None:
-                self._pulse = PulseServer(self._host)
+            if self._liveness is None:
+                self._liveness = LivenessServer(self._host)
             if self._endpoint is None:
-                self._endpoint = vouch_for(partial(self._described, self._pulse))
+                self._endpoint = vouch_for(partial(self._described, self._liveness))
                 self._told.add(self._endpoint)
             return self._endpoint
 
-    def _described(self, pulse: PulseServer, voucher: str) -> bytes:
+    def _described(self, liveness: LivenessServer, voucher: str) -> bytes:
         return msgspec.msgpack.encode(
             CudaEndpoint(
                 carrier="cuda",
                 boot=boot_id(),
                 process=this_process(),
                 host=self._host,
-                pulse_port=pulse.port,
-                token=pulse.token,
-                incarnation=pulse.incarnation,
+                liveness_port=liveness.port,
+                token=liveness.token,
+                incarnation=liveness.incarnation,
                 allocations=[export(place) for place in self._places.values()],
                 regions=[(r.address, r.bytes) for r in self.memory.table.regions()],
                 voucher=voucher,
@@ -162,8 +162,8 @@ class CudaCarrier(Carrier):
         if (owner == os.getpid()) != (found.process == this_process()):
             raise ProtocolError(f"process {owner} vouches for memory that is not its own")
         mine = self._device or device(0)
-        pulse = Liveness.connect(
-            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        liveness = Liveness.connect(
+            found.host, found.liveness_port, found.token, found.incarnation, deadline
         )
         opened: list[int] = []
         try:
@@ -174,11 +174,11 @@ class CudaCarrier(Carrier):
                 (within(regions, a.base, a.size), bases[a.base] - a.base) for a in found.allocations
             )
         except BaseException:
-            pulse.close()
+            liveness.close()
             _close_all(mine, opened)
             raise
         near = all(a.gpu == mine.uuid for a in found.allocations)
-        peer = CudaPeer(pulse, memory, opened, mine, near=near)
+        peer = CudaPeer(liveness, memory, opened, mine, near=near)
         with self._lock:
             if not self._closed:
                 self._peers.append(peer)
@@ -198,10 +198,10 @@ class CudaCarrier(Carrier):
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
-            pulse, self._pulse = self._pulse, None
+            liveness, self._liveness = self._liveness, None
         forget(self._told)
-        if pulse is not None:
-            pulse.close()
+        if liveness is not None:
+            liveness.close()
         self._transfers.close()
         for peer in peers:
             peer.disconnect()
@@ -284,8 +284,8 @@ class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True):
     carrier: Literal["cuda"]
     boot: str
     process: Token  # random, because a process of another container may have the same pid
-    host: str  # of its pulse
-    pulse_port: Annotated[int, Meta(ge=1, le=65535)]
+    host: str  # of its liveness server
+    liveness_port: Annotated[int, Meta(ge=1, le=65535)]
     token: Token
     incarnation: Token
     allocations: list[Allocation]
@@ -304,9 +304,9 @@ class CudaPeer:
     """A process whose device memory this one has open."""
 
     def __init__(
-        self, pulse: Liveness, memory: Mapped, opened: list[int], on: Device, *, near: bool
+        self, liveness: Liveness, memory: Mapped, opened: list[int], on: Device, *, near: bool
     ) -> None:
-        self.memory, self._pulse, self._opened, self._device = memory, pulse, opened, on
+        self.memory, self._liveness, self._opened, self._device = memory, liveness, opened, on
         self.near = near  # all of its memory is on the GPU that copies
         self._lock = threading.Lock()
         self._users = 0
@@ -329,7 +329,7 @@ class CudaPeer:
         """Raise if the peer was disconnected, or is gone."""
         if not self.connected:
             raise Cancelled("the peer was disconnected on this side")
-        self._pulse.require_alive()
+        self._liveness.require_alive()
 
     def disconnect(self) -> None:
         self.connected = False
@@ -340,7 +340,7 @@ class CudaPeer:
             if self.connected or self._users:
                 return
             opened, self._opened = self._opened, []
-        self._pulse.close()
+        self._liveness.close()
         _close_all(self._device, opened)
 
 

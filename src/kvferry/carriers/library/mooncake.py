@@ -177,7 +177,7 @@ class MooncakeCarrier(LibraryCarrier):
         """Wait until copies of a failed batch that were under way have ended."""
         until = time.monotonic() + seconds
         while True:
-            if not peer.pulse.alive():
+            if not peer.liveness.alive():
                 time.sleep(SETTLE_DEAD_SECONDS)
                 raise PeerLost("the peer is gone: it died or closed its carrier")
             if time.monotonic() >= until:

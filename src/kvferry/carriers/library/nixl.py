@@ -48,7 +48,7 @@ MEMORY = "DRAM"  # NIXL's name for host memory
 PROGRESS_MICROSECONDS = 1000  # the progress thread sleeps at most so long; events wake it
 SPINS = 50  # polls of a batch before the thread sleeps between polls
 SHORT_NAP_SECONDS, LONG_NAP_SECONDS = 20e-6, 1e-3
-PULSE_SECONDS = 0.02  # between two checks whether the peer lives
+LIVENESS_SECONDS = 0.02  # between two checks whether the peer lives
 
 
 class NixlCarrier(LibraryCarrier):
@@ -151,7 +151,7 @@ class NixlCarrier(LibraryCarrier):
         try:
             run(self._agent, job, peer, request)
         except TransferError:
-            job.late_bytes |= not peer.pulse.gone()  # NIXL does not report the rest
+            job.late_bytes |= not peer.liveness.gone()  # NIXL does not report the rest
             raise
         finally:
             try:
@@ -257,7 +257,7 @@ def ucx_settings(loopback: bool) -> Iterator[None]:
 def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
     """Start a batch, and return when NIXL no longer uses its memory. Until then its bytes may be
     under way, even if the peer is gone. A caller that waits gets `PeerLost` before that."""
-    looks, next_pulse, dead_until = 0, time.monotonic() + PULSE_SECONDS, 0.0
+    looks, next_look, dead_until = 0, time.monotonic() + LIVENESS_SECONDS, 0.0
     try:
         state = agent.transfer(request)
         while state == "PROC":
@@ -265,9 +265,9 @@ def run(agent: Any, job: Job, peer: LibraryPeer, request: Any) -> None:
             if looks > SPINS:
                 time.sleep(SHORT_NAP_SECONDS if looks < 100 * SPINS else LONG_NAP_SECONDS)
             now = time.monotonic()
-            if now >= next_pulse:
-                next_pulse = now + PULSE_SECONDS
-                if not dead_until and not peer.pulse.alive():
+            if now >= next_look:
+                next_look = now + LIVENESS_SECONDS
+                if not dead_until and not peer.liveness.alive():
                     dead_until = now + GRACE_SECONDS
                 if dead_until and now > dead_until:
                     job.give_up(PeerLost("the peer is gone: it died or closed its carrier"))

@@ -43,7 +43,7 @@ from kvferry.carriers.base import (
     decode_endpoint,
     slices,
 )
-from kvferry.carriers.liveness import Liveness, PulseServer, Token
+from kvferry.carriers.liveness import Liveness, LivenessServer, Token
 from kvferry.carriers.transfer import CANCEL_SECONDS, Job, Workers
 from kvferry.copies import Copies
 from kvferry.errors import Cancelled, DeadlineExceeded, PeerLost, ProtocolError, TransferError
@@ -58,19 +58,19 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 ON_HOST, MOST_GPU = -1, 1 << 16  # not on a GPU; more GPUs than exist
 THREADS_PER_PEER = 2  # take turns by batch, so that a long transfer does not delay a short one
 TURN_LOOK_SECONDS = 0.02  # between two checks for a cancel, while a transfer waits for its turn
-GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its pulse does
+GRACE_SECONDS = 1.0  # a dead peer's data plane may fail before its liveness connection does
 LATE_SECONDS = 60.0  # longer than any timeout after which a library drops a connection
 LATE_LOOK_SECONDS = 0.02
 SCRATCH_BYTES = 4096  # registered, for the byte that `connect` reads
 
 
 class LibraryEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The owner's pulse, its registered regions, and its address in the library."""
+    """The owner's liveness server, its registered regions, and its address in the library."""
 
     carrier: str
     flavour: str  # protocol or backends: both sides must have the same
     host: str
-    pulse_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    liveness_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Token
     incarnation: Token
     regions: list[tuple[int, int]]
@@ -126,12 +126,12 @@ class LibraryCarrier(Carrier):
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self._own = MemoryRegion(self._scratch.ctypes.data, SCRATCH_BYTES)
         self._closed = self._was_shut = False
-        self._pulse = PulseServer(self.host)
+        self._liveness = LivenessServer(self.host)
         try:
             self._start()
             self.register_one(self._own)
         except BaseException:  # also an error of the library's own
-            self._pulse.close()
+            self._liveness.close()
             raise
 
     @abstractmethod
@@ -187,9 +187,9 @@ class LibraryCarrier(Carrier):
                 carrier=self.name,
                 flavour=self.flavour,
                 host=self.host,
-                pulse_port=self._pulse.port,
-                token=self._pulse.token,
-                incarnation=self._pulse.incarnation,
+                liveness_port=self._liveness.port,
+                token=self._liveness.token,
+                incarnation=self._liveness.incarnation,
                 regions=[(r.address, r.bytes) for r in self._registered],
                 gpu=self.gpu,
                 address=self._address(),
@@ -197,7 +197,7 @@ class LibraryCarrier(Carrier):
         )
 
     def connect(self, endpoint: bytes, deadline: float) -> LibraryPeer:
-        """Connect to the peer's pulse, and read one byte of its memory through the library."""
+        """Connect to the peer's liveness server, and read one byte of its memory by the library."""
         if self._closed:
             raise Cancelled("the carrier was closed")
         found = LibraryEndpoint.decode(endpoint, self.name)
@@ -210,16 +210,16 @@ class LibraryCarrier(Carrier):
         if found.address == self._address():  # we would reach our own memory
             raise ProtocolError(f"the peer names this very process as the owner of its {self.name}")
         regions = RegionTable.of([MemoryRegion(a, n) for a, n in found.regions])
-        pulse = Liveness.connect(
-            found.host, found.pulse_port, found.token, found.incarnation, deadline
+        liveness = Liveness.connect(
+            found.host, found.liveness_port, found.token, found.incarnation, deadline
         )
-        peer = LibraryPeer(found, regions, pulse, self._workers)
+        peer = LibraryPeer(found, regions, liveness, self._workers)
         with self._lock:
             closed = self._closed
             if not closed:
                 self._peers.append(peer)
         if closed:
-            pulse.close()
+            liveness.close()
             raise Cancelled("the carrier was closed")
         try:
             greeting = LibraryJob(self, peer, lambda job: self._greet(job, peer), "connecting")
@@ -239,7 +239,7 @@ class LibraryCarrier(Carrier):
         with self._lock:
             self._closed = True
             peers = list(self._peers)
-        self._pulse.leave()
+        self._liveness.leave()
         for peer in peers:
             peer.connected = False
             peer.workers.end_soon()
@@ -278,7 +278,7 @@ class LibraryCarrier(Carrier):
             if peer not in self._peers or peer.workers.busy:
                 return
             self._peers.remove(peer)
-        peer.pulse.close()
+        peer.liveness.close()
         if peer.handle is not None:
             self._detach(peer.handle)
         self._shut_if_last()
@@ -292,7 +292,7 @@ class LibraryCarrier(Carrier):
         for region in (*self._registered, self._own):
             self.unregister_one(region)
         self._shut()
-        self._pulse.close()  # the last: until then, bytes may be on their way to peers
+        self._liveness.close()  # the last: until then, bytes may be on their way to peers
 
     def _greet(self, job: Job, peer: LibraryPeer) -> None:
         peer.handle = self._attach(peer.endpoint)
@@ -324,7 +324,7 @@ class LibraryCarrier(Carrier):
         except (Cancelled, PeerLost):
             raise
         except TransferError as error:
-            if peer.connected and not peer.pulse.alive(GRACE_SECONDS):
+            if peer.connected and not peer.liveness.alive(GRACE_SECONDS):
                 raise PeerLost(f"the peer is gone ({error})") from None
             raise
 
@@ -333,9 +333,9 @@ class LibraryPeer:
     """A process that this one is connected to; `handle` is the library's name for it."""
 
     def __init__(
-        self, endpoint: LibraryEndpoint, regions: RegionTable, pulse: Liveness, workers: int
+        self, endpoint: LibraryEndpoint, regions: RegionTable, liveness: Liveness, workers: int
     ) -> None:
-        self.endpoint, self.regions, self.pulse = endpoint, regions, pulse
+        self.endpoint, self.regions, self.liveness = endpoint, regions, liveness
         self.handle: Any = None
         self.connected = True
         self.workers = Workers(f"kvferry-{endpoint.carrier}", workers)
@@ -344,7 +344,7 @@ class LibraryPeer:
     def require_usable(self) -> None:
         if not self.connected:
             raise Cancelled("the peer was disconnected on this side")
-        self.pulse.require_alive()
+        self.liveness.require_alive()
 
     @contextlib.contextmanager
     def turn(self, job: Job) -> Iterator[None]:
@@ -376,7 +376,7 @@ class LibraryJob(Job):
         if not super().settled():
             return False
         if self.late_bytes:
-            gone = self._peer.connected and self._peer.pulse.gone()
+            gone = self._peer.connected and self._peer.liveness.gone()
             self.late_bytes = time.monotonic() < self._late_until and not gone
         return not self.late_bytes
 

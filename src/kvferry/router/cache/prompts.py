@@ -100,7 +100,7 @@ class PromptChains:
         self._seconds = seconds
         self._most_tokens = most_tokens
         self._most_asked = most_asked
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _TokenSource] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
         self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
@@ -178,8 +178,8 @@ class PromptChains:
         self.counts[why] += 1
         return None
 
-    def _engine(self, url: str) -> _Engine:
-        return self._engines.setdefault(url, _Engine(url))
+    def _engine(self, url: str) -> _TokenSource:
+        return self._engines.setdefault(url, _TokenSource(url))
 
     async def _find(
         self, url: str, asked: AskedPrompt, headers: Headers, until: float
@@ -222,7 +222,7 @@ class PromptChains:
             _, oldest = self._known.popitem(last=False)
             self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
-    async def _look_at_models(self, engine: _Engine, headers: Headers, until: float) -> None:
+    async def _look_at_models(self, engine: _TokenSource, headers: Headers, until: float) -> None:
         now = time.monotonic()
         if now - engine.looked_at > _REFRESH_SECONDS:
             answer = await self._call(b"GET", f"{engine.url}/v1/models", b"", headers, until)
@@ -233,7 +233,7 @@ class PromptChains:
                 engine.parents[""] = ""  # a request without a model
 
     async def _ask(
-        self, engine: _Engine, asked: AskedPrompt, headers: Headers, until: float
+        self, engine: _TokenSource, asked: AskedPrompt, headers: Headers, until: float
     ) -> list[int] | None:
         now = time.monotonic()
         if now >= engine.render_at:
@@ -359,7 +359,7 @@ class LocalTokenizer:
 
 
 @dataclass(slots=True)
-class _Engine:
+class _TokenSource:
     """One engine that is asked for tokens."""
 
     url: str

@@ -197,7 +197,7 @@ class _DeviceFence:
         self._event = torch.Event(blocking=blocking)
         self._event.record()
         self._one = threading.Lock()
-        self.early: _Early | None = None
+        self.early: _LayersDone | None = None
 
     @property
     def ready(self) -> Ready:
@@ -215,7 +215,7 @@ class _DeviceFence:
         self._quiet.wait(QUIET_SECONDS)
 
 
-class _Early(NamedTuple):
+class _LayersDone(NamedTuple):
     event: Any  # torch's
     memory: RegionTable  # that is final after it
 
@@ -268,7 +268,7 @@ class _Layers:
             self._event.record()
         return len(names)
 
-    def take_early(self, saves: list[SaveOrder]) -> _Early | None:
+    def take_early(self, saves: list[SaveOrder]) -> _LayersDone | None:
         """The memory that the step of these saves has filled early."""
         if saves is not self._saves:  # a graph of the whole step reports no layer
             return None
@@ -282,7 +282,7 @@ class _Layers:
             done = set(names[:before]) - set(names[before:]) if once else set()
             final = [memory for memory, owners in self._memory if owners <= done]
             self._known = before, names, RegionTable.of(final)
-        return _Early(event, self._known[2])
+        return _LayersDone(event, self._known[2])
 
 
 def _span(tensor: Any) -> tuple[int, int]:
