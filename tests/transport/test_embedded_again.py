@@ -77,7 +77,7 @@ def test_what_is_corrupt_is_removed_when_that_can_be(tmp_path: Path) -> None:
         assert [one.get("a") for _ in range(5)] == [Outcome.CORRUPT] * 5
         assert one.store.get_bytes("layout", soon()) is None
         assert time.monotonic() - begun < 5  # each would wait for a second, or for thirty
-        good, corrupt, unread, why = one.store.verify(time.monotonic() + 0.5)
+        good, corrupt, unread, why = one.store.verify(soon(1.5))
         assert (good, corrupt, unread) == (1, 0, 2) and "lock" in why  # they are still there
         assert one.store.exists(["a", "layout"], 0.0).all()
     one.store.access(["b"], soon())
@@ -92,7 +92,7 @@ def test_a_store_without_damage_is_verified_without_the_lock(tmp_path: Path) -> 
     one, stopped = Small(tmp_path), Small(tmp_path)
     one.put("a", "b")
     with stopped.tiers.lock.held(soon()):
-        assert one.store.verify(soon(1.0)) == (2, 0, 0, "")
+        assert one.store.verify(soon(10)) == (2, 0, 0, "")
     stopped.store.close()
     one.store.close()
 
@@ -106,7 +106,7 @@ def test_updates_are_written_when_the_lock_is_free(
     one.put(*(f"a{i}" for i in range(7)), size=120_000)
     held = other.tiers.lock.held(soon())
     with locked_before_it_reaps(monkeypatch, one, held):
-        assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=0.5)) == {Outcome.FAILED}
+        assert set(one.put("b0", "b1", "b2", "b3", size=60_000, seconds=1.5)) == {Outcome.FAILED}
     assert other.count(ix.WRITING) == 3
     held.__exit__(None, None, None)
     one.store.access(["c"], soon())
@@ -176,7 +176,7 @@ def test_a_forked_child_keeps_nothing_of_its_parents(tmp_path: Path) -> None:
     member, child = sorted(map(int, done.stdout.split()))
     try:
         os.kill(child, 0)
-        assert watcher.put("a", seconds=2.0) == [Outcome.DONE]
+        assert watcher.put("a", seconds=10.0) == [Outcome.DONE]
         assert not watcher.tiers.members.alive(member)
         watcher.store.close()
         other = Small(tmp_path, disk=64 << 20, name="other")  # no process has the disk any more

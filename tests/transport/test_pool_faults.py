@@ -35,7 +35,7 @@ from pool_engine import SmallEngine
 from waiting import PATIENCE_SECONDS, wait_until
 
 SEED = 611
-FAST = PoolLimits(lookup_seconds=0.4, load_seconds=0.5, save_seconds=2.0)
+FAST = PoolLimits(lookup_seconds=0.4)
 
 
 def sequence(case: CaseDict, seed: int = 1) -> list[int]:
@@ -569,7 +569,7 @@ def test_a_load_that_hangs_and_whose_request_is_gone(
 ) -> None:
     """The client leaves before the load is given up: its blocks are kept from reuse too."""
     monkeypatch.setattr(rank_module, "HUNG_SECONDS", 0.1)
-    pair = Pair(case, tmp_path, FAST)
+    pair = Pair(case, tmp_path, PoolLimits(lookup_seconds=20, load_seconds=0.5))
     tokens = sequence(case)
     pair.engine("src").save("w", tokens)
     reader = pair.engine("dst")

@@ -63,7 +63,10 @@ def test_a_store_that_opens_slowly(pair: Pair, monkeypatch: Any) -> None:
     assert len(opened) == 1
 
 
-def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(pair: Pair) -> None:
+def test_a_store_that_cannot_be_opened_is_not_tried_by_each_lookup(
+    pair: Pair, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lookup, "OPEN_AGAIN_SECONDS", 60.0)
     tokens = sequence(pair.case)
     tried = []
 
@@ -83,15 +86,15 @@ def test_steps_that_are_slower_than_any_answer(pair: Pair, monkeypatch: Any) -> 
     """More time between two questions than an answer may be old: it is given all the same."""
     tokens = sequence(pair.case)
     pair.engine("src").save("w", tokens)
-    reader = pair.engine("dst")
+    reader = pair.engine("dst", limits=PoolLimits(lookup_seconds=60))
     reader.until(lambda: reader.scheduler.counters["layouts_published"] > 0)
     monkeypatch.setattr(lookup, "OLDEST_ANSWER_SECONDS", 0.05)
     tracker = reader.scheduler.track("r", tuple)
-    found = []
-    for _ in range(5):
+    found: list[int | None] = []
+    while pair.case["tokens"] not in found:
+        assert len(found) < 50, found
         found.append(reader.scheduler.matched("r", tracker, tokens, 0))
         time.sleep(0.2)
-    assert pair.case["tokens"] in found[:4], found
     assert found[0] is None and found[1] is None, "an old answer is asked for once more"
 
 
@@ -118,6 +121,7 @@ def test_loads_that_have_not_begun_are_not_hung(pair: Pair, monkeypatch: Any) ->
     assert all(end.hung for name in names[:count] for end in reader.ends[name])
     assert reader.scheduler.quarantined_blocks > 0
     pair.faults.clear()
+    reader.scheduler.limits = PoolLimits()  # the machine may be busy: the next load has time
     assert reader.matched("after", tokens) == found["r0"]
     assert all(end.ok for end in reader.load("after", found["r0"])), "others wait behind the stuck"
     release.set()

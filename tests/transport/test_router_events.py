@@ -415,7 +415,7 @@ def test_an_engine_that_came_up_without_its_publisher_is_forgotten(replay: bool)
             await w.publisher.publish(stored(1))
             await w.until(lambda: w.held(1) == 12 and w.stats.state == "live")
             await w.publisher.close()
-            await asyncio.sleep(0.2)  # the stream hears of it
+            await w.until(lambda: not w.stream._connected)
             w.stream.came_up()
             await w.until(lambda: w.stats.known == 0)
 

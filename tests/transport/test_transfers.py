@@ -328,7 +328,7 @@ def test_a_peer_that_is_met_at_the_last_moment_is_let_go(monkeypatch: pytest.Mon
     monkeypatch.setattr(shared, "LibraryJob", LateJob)
     try:
         with pytest.raises(DeadlineExceeded):
-            user.connect(owner.endpoint(), soon(0.3))
+            user.connect(owner.endpoint(), soon(1.0))
         peers = user._peers
         assert lock.at_its_end.is_set() and len(peers) == 1
         lock.may.set()

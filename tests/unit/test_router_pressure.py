@@ -284,7 +284,7 @@ def test_requests_of_an_engine_that_died_are_not_counted() -> None:
 
 
 def test_busy_engines_429_with_the_time_of_the_next_turn() -> None:
-    limits = quick(max_running=1, max_queued=2, address_share=1.0, queue_seconds=1.5)
+    limits = quick(max_running=1, max_queued=2, address_share=1.0, queue_seconds=3.0)
     body = {"prompt": "x", "stream": True}
     with cluster(limits=limits) as c, ThreadPoolExecutor(4) as pool:
         c.decode[0].script = ["gate"]
@@ -294,7 +294,7 @@ def test_busy_engines_429_with_the_time_of_the_next_turn() -> None:
             next(chunks)
             late = c.complete()
             assert (late.status_code, late.json()["error"]["code"]) == (429, "engines_busy")
-            assert "this request waited 1.5 s" in late.json()["error"]["message"]
+            assert "this request waited 3 s" in late.json()["error"]["message"]
             assert 1 <= int(late.headers["retry-after"]) <= 60
             line = [pool.submit(c.complete) for _ in range(2)]
             c.expect("waiting", count=2)
@@ -328,13 +328,13 @@ def test_deadlines_that_clients_name() -> None:
     with cluster() as c:
         c.decode[0].script = ["hang"]
         begun = time.monotonic()
-        got = c.complete({"X-Request-Timeout": "0.3"})
+        got = c.complete({"X-Request-Timeout": "1"})
         assert time.monotonic() - begun < QUICK.answer_seconds
         assert (got.status_code, got.json()["error"]["code"]) == (504, "deadline_exceeded")
         wait_until(lambda: c.decode[0].seen[0].done == "aborted")
         c.decode[0].script = ["stall"]
         body = {"prompt": "x", "stream": True}
-        got = c.client.post("/v1/completions", json=body, headers={"X-Request-Timeout": "0.3"})
+        got = c.client.post("/v1/completions", json=body, headers={"X-Request-Timeout": "1.5"})
         *events, error, end = got.content.split(b"\n\n")
         assert b"".join(event + b"\n\n" for event in events) == b"".join(CHUNKS[:2])
         assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "deadline_exceeded"

@@ -420,9 +420,10 @@ def test_one_load_is_seen_on_the_page_and_answers_of_one_token_are_json(tmp_path
 
 
 def test_the_command_prints_a_table(tmp_path: Path):
-    done = CliRunner().invoke(app, ["simulate", "--trace", str(small_trace(tmp_path))])
+    args = ["simulate", "--trace", str(small_trace(tmp_path)), "--policy", "all"]
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert "cost" in done.stdout and "50 requests" in done.stdout
+    assert all(f"{policy} " in done.stdout for policy in POLICIES) and "50 requests" in done.stdout
 
 
 @pytest.mark.parametrize(

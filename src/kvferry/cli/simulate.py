@@ -22,8 +22,8 @@ from kvferry.simulate.trace import Trace, read_trace
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of policies
 HEAD = (
-    *("policy", "load", "req/s", "hit %", "first s p50", "p90", "p99"),
-    *("token ms p50", "p99", "good %", "good/s"),
+    *("policy", "load", "req/s", "hit %", "first s\np50", "p90", "p99"),
+    *("token ms\np50", "p99", "good %", "good/s"),
 )
 FULL_HEAD = (*HEAD, "gap ms p99", "handed over %", "refused")
 
