@@ -17,8 +17,9 @@ What happens when an engine fails before the first byte to the client:
     it answers without a ticket     decode-only: there is nothing to hand over
     decode engine accepts no        another one gets the same ticket, which is still unused
       connection
-    decode engine fails otherwise   prefill again, then another decode engine: the failed one may
-      (5xx, broken, silent)         have claimed the ticket, and a ticket serves once
+    decode engine fails otherwise   the request is placed anew: another prefill and decode engine,
+      (5xx, broken, silent)         or one that computes the prompt. The ticket is dropped, because
+                                    the failed one may have used it
     all decode engines are busy     the request waits in line (`Turns`) up to `queue_seconds`; then
                                     429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
