@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ProtocolError
 from kvferry.handover.renew import MOST_HOLDS_PER_CALL
-from kvferry.handover.ticket import MARK, MOST_HOLD_BYTES, Ticket, prompt_digest
+from kvferry.handover.ticket import FORMAT, MARK, MOST_HOLD_BYTES, Ticket, prompt_digest
 from kvferry.net.messages import MAX_REQUEST_BYTES, VERSION, Renew, Request, encode
 
 TICKET = Ticket(
@@ -111,9 +111,11 @@ def test_holds_of_any_clients_fit_into_one_renewal(letter: str) -> None:
         Ticket.from_params(changed("hold", longest + letter))
 
 
-@pytest.mark.parametrize("found", [0, 2, None, "1", "x" * 100_000, {"a": 1}])
+@pytest.mark.parametrize(
+    "found", [0, FORMAT - 1, FORMAT + 1, None, str(FORMAT), "x" * 100_000, {"a": 1}]
+)
 def test_other_formats_are_refused_with_both(found: Any) -> None:
-    with pytest.raises(ProtocolError, match="this engine reads 1") as caught:
+    with pytest.raises(ProtocolError, match=f"this engine reads {FORMAT}") as caught:
         Ticket.from_params(changed("format", found))
     assert len(str(caught.value)) < 300
 

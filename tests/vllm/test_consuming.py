@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # torch warns of itself
     import kvferry.vllm.connector  # noqa: F401
 
 from kvferry.errors import AuthenticationError, HandoverError, ProtocolError
-from kvferry.handover.ticket import MARK, Ticket
+from kvferry.handover.ticket import FORMAT, MARK, Ticket
 from kvferry.net.rpc import Sockets
 from kvferry.vllm import bootstrap as bootstrap_module
 from kvferry.vllm.bootstrap import (
@@ -230,7 +230,7 @@ NOT_LOADED: list[tuple[ComputedHere, Any]] = [
     ("bad ticket", lambda: request(**{MARK: {}})),
     ("bad ticket", lambda: ticketed(request(), tokens=TOKENS + 1)),
     ("another prompt", lambda: ticketed(request(), digest="d")),
-    ("not held", lambda: request(**{MARK: {"format": 1, "not_held": "over max_held_blocks"}})),
+    ("not held", lambda: request(**{MARK: {"format": FORMAT, "not_held": "over max_held_blocks"}})),
     ("unfit", lambda: ticketed(changed(request(), prompt_embeds=[1.0]))),
     ("unfit", lambda: changed(request(**mooncake_decode("t", 1, "e")), resumable=True)),
     ("error", lambda: changed(ticketed(request()), lora_request=object())),

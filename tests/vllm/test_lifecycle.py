@@ -29,6 +29,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
 from ipv6 import has_ipv6
 from kvferry.handover.consumer import ConsumerRank
 from kvferry.handover.load import ConsumerStats
+from kvferry.handover.ticket import FORMAT
 from kvferry.handover.wakeup import WhenReady
 from kvferry.vllm.bootstrap import Bootstrap
 from kvferry.vllm.connector import NOT_FOR_OTHERS
@@ -432,7 +433,7 @@ class TestAtOnce:
                 ("4", mooncake_decode("x", free_port(), "p"), "does not answer"),
                 ("5", {**where, "transfer_id": "y", "remote_engine_id": "q"}, "not 'q'"),
                 ("6", {**mooncake_decode("x", 1, "p"), "remote_bootstrap_addr": "http://[x"}, "[x"),
-                ("7", {"kvferry": {"format": 1}}, "hold"),
+                ("7", {"kvferry": {"format": FORMAT}}, "hold"),
             ):
                 tokens = prompt(int(name), 30)
                 d.add(name, tokens, 2, **params)

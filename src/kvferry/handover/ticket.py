@@ -26,7 +26,7 @@ from typing import Any
 from kvferry.errors import ProtocolError
 
 MARK = "kvferry"  # tells our tickets from an in-tree connector's parameters
-FORMAT = 1
+FORMAT = 2
 NO_TICKET = (
     f"kv_transfer_params ask for a remote prefill, but hold no kvferry ticket ({MARK!r}); the "
     "prefill engine must run kvferry too, and the proxy pass its answer on unchanged"

@@ -18,7 +18,8 @@ stay packed (`Raw`).
     Sum       -> Summed | Refused  the digest of runs that a consumer rank has read, if it checks
     Look      -> Seen              the directory says how to reach its engine, for a doctor
 
-Version 2 added the messages from Introduce on.
+Version 2 added the messages from Introduce on. Version 3 has other digests of prompts, and other
+endpoints of `cuda`, `mooncake` and `nixl`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from kvferry.errors import ProtocolError
 from kvferry.layout.model import MOST_LAYERS, Count, Group
 
-VERSION = 2
+VERSION = 3
 MAX_REQUEST_BYTES = 1 << 20  # an engine of 100 groups with 100 layers each is below 100 kB
 MAX_REPLY_BYTES = 64 << 20  # a directory of 64 ranks with 100 layers each is below 1 MB
 MAX_SMALL_REPLY_BYTES = 8 << 20  # of all replies but a directory's: 2^20 block ids are 5 MiB
