@@ -212,6 +212,15 @@ def test_flows_and_hits_are_of_what_happened() -> None:
     assert world.after(1)["hit_tokens"] == dict.fromkeys(("local", "handover", "pool", "none"), 0)
 
 
+def test_of_many_flows_the_busiest_are_shown() -> None:
+    world = World()
+    for number in [*range(2000), 1999]:
+        live = world.live.decided("r", 10, decision(option(None, f"http://d:{number}")))
+        world.live.answered(live, 0.1, prefill=None, decode=f"http://d:{number}")
+    flows = world.after(1)["flows"]
+    assert len(flows) == 1024 and flows[0]["to"] == "http://d:1999"
+
+
 def test_what_is_wrong_with_engines_and_since_when() -> None:
     world = World()
     assert world.problems() == {}
