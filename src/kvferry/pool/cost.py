@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from kvferry.costs import MOST, CostLine
 
@@ -57,9 +56,11 @@ class LoadChoice:
         rest  tokens of the prompt after them, which are computed in any case; 0 and 1 both mean the
               last token alone
         """
-        alone, whole = self.loads.seconds(load_bytes), self.steps.seconds(tokens + rest)
-        after = self.steps.seconds(rest)
-        if alone is None or whole is None or after is None:
+        alone = self.loads.seconds(load_bytes)
+        if alone is None:
+            return ""
+        whole, after = self.steps.seconds(tokens + rest), self.steps.seconds(rest)
+        if whole is None or after is None:
             return ""
         computing = whole - after  # what the load must beat
         if alone >= computing:
@@ -77,6 +78,8 @@ class StepCost:
         self._last_end = -math.inf
         self._line = CostLine(refit_seconds=REFIT_SECONDS)
         self._by_size: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds of prefills
+        self._sizes: list[float] = []  # of the points between which `_between` interpolates
+        self._times: list[float] = []
         self._decode: deque[float] = deque(maxlen=MOST)  # seconds of steps that only decode
 
     def sent(self, tokens: int, requests: int) -> None:
@@ -95,6 +98,7 @@ class StepCost:
             self._line.add(tokens, seconds, now)
             same = self._by_size.setdefault(tokens.bit_length(), deque(maxlen=MOST_OF_A_SIZE))
             same.append((tokens, seconds))
+            self._sizes.clear()
         elif tokens == requests:
             self._decode.append(seconds)
 
@@ -112,17 +116,28 @@ class StepCost:
 
     def _between(self, tokens: int) -> float | None:
         """Interpolated between steps of nearby sizes; None outside of the sizes that were seen."""
-        points: list[tuple[float, float]] = []
+        if not self._sizes:
+            self._find_points()
+        sizes, times = self._sizes, self._times
+        if not sizes[0] <= tokens <= sizes[-1]:
+            return None
+        above = bisect_left(sizes, tokens)
+        if sizes[above] == tokens:
+            return times[above]
+        step = (times[above] - times[above - 1]) / (sizes[above] - sizes[above - 1])
+        return times[above - 1] + step * (tokens - sizes[above - 1])
+
+    def _find_points(self) -> None:
+        self._times.clear()
         for _, same in sorted(self._by_size.items(), reverse=True):
             size, seconds = (statistics.median(values) for values in zip(*same, strict=True))
             # One of a few steps may have waited for a compiler: a larger step takes no less time.
-            if points and len(same) < FEW_OF_A_SIZE:
-                seconds = min(seconds, points[-1][1])
-            points.append((size, seconds))
-        sizes, times = np.array(points[::-1]).T
-        if not sizes[0] <= tokens <= sizes[-1]:
-            return None
-        return float(np.interp(tokens, sizes, times))
+            if self._times and len(same) < FEW_OF_A_SIZE:
+                seconds = min(seconds, self._times[-1])
+            self._sizes.append(size)
+            self._times.append(seconds)
+        self._sizes.reverse()
+        self._times.reverse()
 
 
 @dataclass(slots=True)

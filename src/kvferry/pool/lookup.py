@@ -74,11 +74,11 @@ class LookupAnswer:
     failed: bool = False
     at: float = field(default_factory=time.monotonic)
 
-    def hit_after(self, reader: PoolReader, most_tokens: int, computed: int) -> Hit:
-        """The hit for a reader that has `computed` tokens already."""
+    def hit_after(self, reader: PoolReader, count: int, computed: int) -> Hit:
+        """The hit of a sequence of `count` tokens for a reader that has `computed` already."""
         if computed == 0:
             return self.hit
-        return longest_hit(reader, self.held, most_tokens, computed)
+        return longest_hit(reader, self.held, reader.most_tokens(count), computed)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,35 +135,39 @@ class Lookups:
         self._keep_running()
 
     def lookup(
-        self, request_id: str, chain: ContentChain, tokens: Sequence[int], *, full: bool = False
+        self,
+        request_id: str,
+        chain: ContentChain,
+        tokens: Sequence[int],
+        count: int,
+        *,
+        full: bool = False,
     ) -> LookupAnswer | None:
-        """What the pool holds of the sequence, or None: ask again in the next step.
+        """What the pool holds of these `count` tokens, or None: ask again in the next step.
 
         full  ask for all blocks even if the pool lacks the first
         """
         now = time.monotonic()
         asked = self._asked.get(request_id)
-        short = full and asked is not None and asked.answer is not None and asked.answer.head_only
-        if asked is None or asked.count != len(tokens) or short or _stale(asked, now):
-            deadline, again = now + self._seconds, asked is not None
-            asked = LookupQuestion(
-                self._registry, chain, tokens, len(tokens), deadline, not again, full
-            )
+        if asked is None or asked.count != count or _useless(asked, now, full):
+            deadline, first = now + self._seconds, asked is None
+            asked = LookupQuestion(self._registry, chain, tokens, count, deadline, first, full)
             self._asked[request_id] = asked
             self._counters.add("lookups")
             if self._held_up(now):
                 self._counters.add("lookup_refused")
                 asked.answer = LookupAnswer(failed=True)
             else:
-                self._ask(asked)
-        if asked.answer is None and now >= asked.deadline:
+                self._ask(asked, now)
+        answer = asked.answer
+        if answer is None and now >= asked.deadline:
             self._counters.add("lookup_timeouts")
-            asked.answer = LookupAnswer(failed=True)
-        if asked.answer is None:
+            answer = asked.answer = LookupAnswer(failed=True)
+        if answer is None:
             self._keep_running()
         elif asked.given_at is None:
             asked.given_at = now
-        return asked.answer
+        return answer
 
     def wait_answered(self, seconds: float) -> bool:
         """Wait for an answer, at most this long. Returns whether a question was open."""
@@ -202,9 +206,9 @@ class Lookups:
             return now > opening + self._seconds
         return busy_until is not None and now > busy_until + STUCK_SECONDS
 
-    def _ask(self, asked: LookupQuestion) -> None:
+    def _ask(self, asked: LookupQuestion, now: float) -> None:
         """Answer now if that needs no waiting; else the thread answers."""
-        now = self._asked_at = time.monotonic()
+        self._asked_at = now
         fresh = self._at_once and now < self._registry.refreshed_at + FRESH_SECONDS
         if fresh and self._using.acquire(blocking=False):
             try:
@@ -435,11 +439,13 @@ def held_blocks(parts: Sequence[FragmentKeys], found: Bools) -> list[Held]:
     return held
 
 
-def _stale(asked: LookupQuestion, now: float) -> bool:
-    """Whether an answer is too old to promise anything. The second answer to a question counts
-    however slow the scheduler's steps are, or a request could wait for ever."""
+def _useless(asked: LookupQuestion, now: float, full: bool) -> bool:
+    """Whether an answer is too short, or too old to promise anything. The second answer to a
+    question counts however slow the scheduler's steps are, or a request could wait for ever."""
     if asked.answer is None or asked.answer.failed:
         return False
+    if full and asked.answer.head_only:
+        return True
     if asked.given_at is None:
         return asked.first and now - asked.answer.at > OLDEST_ANSWER_SECONDS
     return now - asked.given_at > CACHE_SECONDS

@@ -195,8 +195,8 @@ class PoolCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._total: Counter[str] = Counter()
-        self._new: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()  # all counts until the last `take`
+        self._new: dict[str, int] = {}
         self._operations: deque[StoreOperation] = deque(maxlen=MOST_OPERATIONS)
 
     @contextmanager
@@ -224,14 +224,15 @@ class PoolCounters:
 
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:
-            self._total[name] += count
-            self._new[name] += count
+            self._new[name] = self._new.get(name, 0) + count
 
     def __getitem__(self, name: str) -> int:
         with self._lock:
-            return self._total[name]
+            return self._taken[name] + self._new.get(name, 0)
 
     def take(self) -> dict[str, int]:
         with self._lock:
-            taken, self._new = dict(self._new), Counter()
+            taken, self._new = self._new, {}
+            if taken:
+                self._taken.update(taken)
         return taken

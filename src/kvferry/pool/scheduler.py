@@ -192,13 +192,18 @@ class PoolScheduler:
 
     def arrived(self, request_id: str, tracker: RequestTracker, tokens: Sequence[int]) -> None:
         """Look a new request up, so that the answer is there when the engine schedules it."""
-        if self._lookups is not None and self._may_hit(tracker, tokens):
-            self._lookups.lookup(request_id, tracker.chain, tokens)
+        count = len(tokens)
+        lookups = self._lookups_for(tracker, count)
+        if lookups is not None:
+            lookups.lookup(request_id, tracker.chain, tokens, count)
 
-    def _may_hit(self, tracker: RequestTracker, tokens: Sequence[int]) -> bool:
-        idle = not tracker.over and tracker.loading is None
-        enough = self._reader.most_tokens(len(tokens)) >= self.align_tokens
-        return self.limits.lookup and idle and enough
+    def _lookups_for(self, tracker: RequestTracker, count: int) -> Lookups | None:
+        """None: a request of `count` tokens gets nothing from the pool."""
+        if tracker.over or tracker.loading is not None or not self.limits.lookup:
+            return None
+        if self._lookups is None or self._reader.most_tokens(count) < self.align_tokens:
+            return None
+        return self._lookups
 
     def begins(self, tracker: RequestTracker, computed: int) -> None:
         """The request has no blocks, or none any more, and `computed` tokens in the engine's own
@@ -212,28 +217,31 @@ class PoolScheduler:
     ) -> int | None:
         """Tokens beyond the computed ones to load from the pool; None: ask again."""
         self.begins(tracker, computed)
-        if self._lookups is None or not self._may_hit(tracker, tokens):
+        count = len(tokens)
+        lookups = self._lookups_for(tracker, count)
+        if lookups is None:
             return 0
-        answer = self._lookups.lookup(request_id, tracker.chain, tokens, full=computed > 0)
+        answer = lookups.lookup(request_id, tracker.chain, tokens, count, full=computed > 0)
         if answer is None:
             return None
         tracker.saved_tokens = max(tracker.saved_tokens, answer.saved_tokens)
-        hit = answer.hit_after(self._reader, self._reader.most_tokens(len(tokens)), computed)
-        spec = LoadSpec(hit, computed, answer.layouts)
-        if spec.tokens < 1:
+        hit = answer.hit_after(self._reader, count, computed)
+        found = hit.tokens - computed
+        if found < 1:
             return 0
-        tracker.declined = self._why_not(spec, len(tokens) - hit.tokens)
+        tracker.declined = self._why_not(found, hit, count - hit.tokens)
         if tracker.declined:
             return 0
-        tracker.load = spec
-        return spec.tokens
+        tracker.load = LoadSpec(hit, computed, answer.layouts)
+        return found
 
-    def _why_not(self, spec: LoadSpec, rest: int) -> str:
-        """Why a hit is computed instead; empty: it is loaded. `rest`: tokens after it."""
+    def _why_not(self, found: int, hit: Hit, rest: int) -> str:
+        """Why the `found` tokens of a hit are computed instead; empty: they are loaded. `rest`:
+        tokens after the hit."""
         least = self.limits.min_load_tokens
-        if least == "auto":
-            return self.choice.why_not(spec.tokens, self._bytes_of(spec.hit.segments), rest)
-        return "short" if spec.tokens < least else ""
+        if least != "auto":
+            return "short" if found < least else ""
+        return self.choice.why_not(found, self._bytes_of(hit.segments), rest)
 
     def _bytes_of(self, segments: Iterable[Segment]) -> int:
         """Bytes of these segments, over all layers and ranks. A state is one entry."""

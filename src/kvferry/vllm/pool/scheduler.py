@@ -115,8 +115,8 @@ class VllmPoolScheduler:
             log.debug("request %s is not for the pool: %s", request.request_id, why)
             return
         asked = self._adapters.ask(request, self.config.lookup_seconds)
-        self._requests[request.request_id] = _PoolRequest(request, asked)
-        tracker = self._tracker(request)
+        known = self._requests[request.request_id] = _PoolRequest(request, asked)
+        tracker = self._begin(known)
         if tracker is not None:
             self.pool.arrived(request.request_id, tracker, request.all_token_ids)
 
@@ -137,17 +137,27 @@ class VllmPoolScheduler:
             tracker.saved_tokens = max(tracker.saved_tokens, tokens)
 
     def _tracker(self, request: Any) -> RequestTracker | None:
-        """None: the request is not for the pool, or its adapter's digest is not known yet."""
-        request_id = request.request_id
-        known = self._requests.get(request_id)
-        if known is None or not self.pool.started:
+        """None: the request is not for the pool, or its adapter's digest is not known."""
+        known = self._requests.get(request.request_id)
+        if known is None:
             return None
-        adapter = known.asked.digest if known.asked is not None else None
-        if known.asked is not None and not adapter:
+        if known.tracker is not None and known.asked is None:
+            return known.tracker
+        return self._begin(known)  # with an adapter: its digest may no longer be known
+
+    def _begin(self, known: _PoolRequest) -> RequestTracker | None:
+        """Track a request as soon as that is possible."""
+        if not self.pool.started:
+            return None
+        request, adapter = known.request, None
+        if known.asked is not None:
+            adapter = known.asked.digest
             if adapter == NOT_SHARED:
                 self.finished(request)
-            return None
-        return self.pool.track(request_id, lambda: _extras(request, adapter))
+            if not adapter:
+                return None
+        known.tracker = self.pool.track(request.request_id, lambda: _extras(request, adapter))
+        return known.tracker
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
         self.pool.allocated(request.request_id, tables, external)
@@ -222,10 +232,11 @@ class VllmPoolScheduler:
         self.pool.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PoolRequest:
     request: Any  # vLLM's
     asked: Asked | None  # for its adapter's digest
+    tracker: RequestTracker | None = None  # once the pool has started, and the digest is known
 
 
 def _draft_ahead(vllm_config: Any) -> int:
