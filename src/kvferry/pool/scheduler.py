@@ -115,6 +115,7 @@ class PoolScheduler:
         self.align_tokens = lcm(*spans)
         leaves_last = not computes_last_again or any(need.last_needs_more for need in needs)
         self._reader = PoolReader(tuple(needs), self.align_tokens, ours.id, leaves_last)
+        self._least_tokens = self.align_tokens + leaves_last  # of a sequence that can have a hit
         self._has_states = any(g.is_state for g in groups)
         self._entries = {
             g.name: (len(g.layers) * g.entry_bytes, g.tokens_per_entry) for g in groups
@@ -199,11 +200,9 @@ class PoolScheduler:
 
     def _lookups_for(self, tracker: RequestTracker, count: int) -> Lookups | None:
         """None: a request of `count` tokens gets nothing from the pool."""
-        if tracker.over or tracker.loading is not None or not self.limits.lookup:
+        if self._lookups is None or not self.limits.lookup or count < self._least_tokens:
             return None
-        if self._lookups is None or self._reader.most_tokens(count) < self.align_tokens:
-            return None
-        return self._lookups
+        return None if tracker.over or tracker.loading is not None else self._lookups
 
     def begins(self, tracker: RequestTracker, computed: int) -> None:
         """The request has no blocks, or none any more, and `computed` tokens in the engine's own
