@@ -155,8 +155,8 @@ class HoldTable(Generic[Parked]):
     # hold to the end.
     open: OrderedDict[str, Hold] = field(default_factory=OrderedDict)
     parked: int = 0  # number of waiting claims
-    # Why each hold closed, and a hash of its request id: clients may send long request ids. None: it
-    # was withdrawn, and has not arrived.
+    # Why each hold closed, and a hash of its request id: clients may send long request ids. None:
+    # the hold was withdrawn before it arrived.
     _tombstones: OrderedDict[str, tuple[Why, int | None]] = field(default_factory=OrderedDict)
     _parked: dict[str, list[_ParkedClaim[Parked]]] = field(default_factory=dict)
     _early: deque[_EarlyWord] = field(default_factory=lambda: deque(maxlen=MOST_EARLY))
