@@ -608,15 +608,12 @@ def require_equal(client: HoldClient, bound: Mapping[Source, Bound], memory: Mem
             asked.append((source, part, client.call(source, question)))
         for source, part, call in asked:
             ours = digest(memory, part.dst, part.length, by[source])
-            reply = client.answer(call)
-            if not isinstance(reply, Summed):
-                why = reply.message if isinstance(reply, Refused) else type(reply).__name__
-                raise HandoverError(f"{source} gives no checksum: {why}")
-            if reply.digest != ours:
+            theirs = _require(source, client.answer(call), Summed, "checksum").digest
+            if theirs != ours:
                 client.peers.forget(client.remote)
                 raise ChecksumError(
                     f"{source}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
                     f"differently than the source holds them ({by[source].name} "
-                    f"{reply.digest.hex()} there, {ours.hex()} here); nothing of this load is "
+                    f"{theirs.hex()} there, {ours.hex()} here); nothing of this load is "
                     "used. The carrier or the network between the two engines damages bytes"
                 )
