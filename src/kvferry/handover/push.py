@@ -90,7 +90,6 @@ class Pusher:
         self._targets: OrderedDict[Reader, Target] = OrderedDict()
         self._pushes: set[_Push] = set()
         self._pushes_bytes = self._targets_bytes = 0
-        self._unused: list[tuple[str, Any]] = []  # connections to close, with their carriers
         self._threads = Threads("kvferry-push", PUSH_THREADS, per_lane=THREADS_PER_TARGET)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
@@ -119,9 +118,7 @@ class Pusher:
             for push in self._pushes:
                 if push.target in old:
                     push.watch.give_up()
-            for one in old:
-                self._unused += one.take_peers(drop=True)
-        self._give_back_later()
+        self._disconnect_later([peer for one in old for peer in one.take_peers(drop=True)])
 
     def can_serve(self, tokens: int, held: int) -> bool:
         """Whether a hold of `held` tokens can serve an offer for `tokens`."""
@@ -182,21 +179,23 @@ class Pusher:
             if self._closed:
                 return
             busy = {push.target for push in self._pushes}
-            for target in self._targets.values():  # a later push connects again
-                if target not in busy and target.used + IDLE_SECONDS <= now:
-                    self._unused += target.take_peers()
-        self._give_back_later()
+            idle = [
+                target
+                for target in self._targets.values()
+                if target not in busy and target.used + IDLE_SECONDS <= now
+            ]
+            unused = [peer for one in idle for peer in one.take_peers()]
+        self._disconnect_later(unused)  # a later push connects again
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             for push in self._pushes:
                 push.watch.give_up()
-            for target in self._targets.values():
-                self._unused += target.take_peers(drop=True)
+            left = [peer for one in self._targets.values() for peer in one.take_peers(drop=True)]
             self._targets.clear()
         self._threads.close()
-        self._give_back()
+        self._disconnect(left)
 
     # One push
 
@@ -243,19 +242,17 @@ class Pusher:
             raise
         return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
-    def _give_back_later(self) -> None:
-        """Close unused connections on a push thread, because a peer may be slow to let go."""
-        if self._closed or not self._unused:
+    def _disconnect_later(self, peers: list[tuple[str, Any]]) -> None:
+        """Close connections on a push thread, because a peer may be slow to let go."""
+        if not peers:
             return
         try:
-            self._threads.submit(self._give_back)
+            self._threads.submit(partial(self._disconnect, peers))
         except KvferryError as error:
-            log.warning("unused connections stay open for now: %s", error)
+            log.warning("unused connections stay open until this engine ends: %s", error)
 
-    def _give_back(self) -> None:
-        with self._lock:
-            unused, self._unused = self._unused, []
-        for carrier, peer in unused:
+    def _disconnect(self, peers: list[tuple[str, Any]]) -> None:
+        for carrier, peer in peers:
             try:
                 self._carriers[carrier].disconnect(peer)
             except Exception:  # no caller waits for the result
