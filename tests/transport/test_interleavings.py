@@ -90,6 +90,7 @@ class Game:
             (self.cancel, 2),
             (self.release, 1),
             (self.withdraw, 1),
+            (self.stall, 0.5),
             (self.reset, 0.3),
         )
         for _ in range(STEPS):
@@ -161,6 +162,12 @@ class Game:
             for rank in self.producer.ranks:
                 if self.rng.random() < 0.7:
                     rank.withdraw(held.ticket.hold_id)
+
+    def stall(self) -> None:
+        """A rank's thread that answers, or that hears answers, stands still for a while."""
+        loading = [rank._caller for consumer in self.consumers for rank in consumer.ranks]
+        seconds = self.rng.choice((0.05, 0.5, 1.0))
+        self.rng.choice([*self.producer.ranks, *loading]).submit(lambda: time.sleep(seconds))
 
     def reset(self) -> None:
         self.life += 1
