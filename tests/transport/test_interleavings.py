@@ -10,6 +10,7 @@ plays more games, `SEED=7` one of them.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -273,6 +274,7 @@ def test_random_interleavings(seed: int, carrier: str, monkeypatch: pytest.Monke
         )
         for number in range(2)
     ]
+    before = set(threading.enumerate())
     with side_by_side(p, target=specs[0]) as (producer, first):
         second = Consumer(specs[1], p)
         try:
@@ -288,3 +290,9 @@ def test_random_interleavings(seed: int, carrier: str, monkeypatch: pytest.Monke
             game.require_nothing_left()
         finally:
             second.close()
+
+    def threads_left() -> list[str]:
+        new = [thread.name for thread in threading.enumerate() if thread not in before]
+        return [name for name in new if "kvferry" in name and "kvferry-names" not in name]
+
+    wait_until(lambda: not threads_left(), what=lambda: f"{threads_left()} left")
