@@ -9,6 +9,7 @@ plays more games, `SEED=7` one of them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from handover_peers import Consumer, Producer, Prompt, Spec, WrappedCarrier, side_by_side
+from handover_peers import Consumer, Producer, Prompt, Spec, WrappedCarrier
 from kvferry.demo.cache import CANARY
 from kvferry.handover import load as load_module
 from kvferry.handover import push as push_module
@@ -50,6 +51,13 @@ class HesitantCarrier(WrappedCarrier):
     def write_granted(self, peer: Any, copies: Any, grant: bytes) -> Any:
         time.sleep(self._rng.choice((0, 0, 0.001, 0.01)))
         return self._carrier.write_granted(peer, copies, grant)
+
+
+def hesitant(consumer: Consumer, seed: int) -> Consumer:
+    for number in range(len(consumer.ranks)):
+        peers = consumer.known(number)
+        peers.carriers = [HesitantCarrier(carrier, seed) for carrier in peers.carriers]
+    return consumer
 
 
 @dataclass(eq=False)
@@ -93,6 +101,7 @@ class Game:
             (self.withdraw, 1),
             (self.stall, 0.5),
             (self.reset, 0.3),
+            (self.restart, 0.3),
         )
         for _ in range(STEPS):
             act = self.rng.choices([a for a, _ in acts], [w for _, w in acts])[0]
@@ -180,6 +189,18 @@ class Game:
             rank.reset(now)
         producer.tell()
 
+    def restart(self) -> None:
+        """A consumer ends in the middle of its loads, and comes back. Nothing is said of them."""
+        number = self.rng.randrange(len(self.consumers))
+        old = self.consumers[number]
+        old.close()
+        self.life += 1
+        spec = replace(old.spec, incarnation=f"life {self.life}")
+        self.consumers[number] = hesitant(Consumer(spec, old.source), self.life)
+        self.flights = {r: one for r, one in self.flights.items() if one.consumer != number}
+        self.targets[number] = list(range(SLOTS))
+        self.counts["restarts"] += 1
+
     def look(self) -> None:
         for number, reports in enumerate(self.producer.closed()):
             for closed in reports:
@@ -223,23 +244,21 @@ class Game:
                 self.require_untouched(consumer, slot)
 
         def left() -> dict[str, int]:
-            ranks = self.producer.ranks
-            found = {
-                "parked claims": sum(rank._table.parked for rank in ranks),
-                "parked bytes": sum(rank._table._parked_budget.used_bytes for rank in ranks),
-                "early words": sum(len(rank._table._early) for rank in ranks),
-                "writes": sum(self.producer.pushes()),
-                "internal errors": sum(rank.counters["internal errors"] for rank in ranks),
-            }
+            found: Counter[str] = Counter()
+            for rank in self.producer.ranks:
+                table = rank._table
+                found["parked claims"] += table.parked
+                found["parked bytes"] += table._parked_budget.used_bytes
+                found["early words"] += len(table._early)
+                found["internal errors"] += rank.counters["internal errors"]
+            found["writes"] = sum(self.producer.pushes())
             for consumer in self.consumers:
-                peers = [consumer.known(rank) for rank in range(len(consumer.ranks))]
-                found["users"] = sum(k.users for p in peers for k in p.engines.values())
-                found["abandoned"] = consumer.counts()["abandoned"]
-                found["grants"] = sum(
-                    len(rack.carrier.server.grants)
-                    for rack in consumer.racks
-                    if rack.spec.carrier == "tcp"
-                )
+                for number, rack in enumerate(consumer.racks):
+                    engines = consumer.known(number).engines.values()
+                    found["loads of engines"] += sum(engine.users for engine in engines)
+                    if rack.spec.carrier == "tcp":
+                        found["grants"] += len(rack.carrier.server.grants)
+                found["abandoned"] += consumer.counts()["abandoned"]
             return {what: count for what, count in found.items() if count}
 
         wait_until(lambda: not left(), what=lambda: f"{left()} left")
@@ -275,21 +294,17 @@ def test_random_interleavings(seed: int, carrier: str, monkeypatch: pytest.Monke
         for number in range(2)
     ]
     before = set(threading.enumerate())
-    with side_by_side(p, target=specs[0]) as (producer, first):
-        second = Consumer(specs[1], p)
-        try:
-            for consumer in (first, second):
-                for number in range(len(consumer.ranks)):
-                    peers = consumer.known(number)
-                    peers.carriers = [HesitantCarrier(c, seed) for c in peers.carriers]
-            producer.wrap_carriers(lambda c: HesitantCarrier(c, seed))
-            if shapes.random() < 0.3:  # a load may be written by one rank, and read from the other
-                producer.ranks[1]._pusher = None
-            game = Game(seed, producer, [first, second])
-            game.play()
-            game.require_nothing_left()
-        finally:
-            second.close()
+    with contextlib.ExitStack() as stack:
+        producer = Producer(p)
+        stack.callback(producer.close)
+        producer.wrap_carriers(lambda c: HesitantCarrier(c, seed))
+        if shapes.random() < 0.3:  # a load may be written by one rank, and read from the other
+            producer.ranks[1]._pusher = None
+        game = Game(seed, producer, [hesitant(Consumer(spec, p), seed) for spec in specs])
+        for number in range(len(specs)):
+            stack.callback(lambda n=number: game.consumers[n].close())
+        game.play()
+        game.require_nothing_left()
 
     def threads_left() -> list[str]:
         new = [thread.name for thread in threading.enumerate() if thread not in before]
