@@ -126,3 +126,22 @@ def test_prefills_that_are_never_done_leave_threads_to_others(
         for one in parked:
             d.cancel(one)
         d.wait(*parked)
+
+
+def test_a_load_given_up_while_it_waits_for_a_thread_claims_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        first, second = (
+            d.start(p.ticket(NEVER, name), NEVER, seconds=SECONDS, request_id=name)
+            for name in ("first", "second")
+        )
+        wait_until(lambda: p.parked() == 1)
+        d.cancel(second)
+        d.cancel(first)
+        d.wait(first, second)
+        d.release(p.ticket(NEVER, "behind them"))  # it comes after all that they sent
+        wait_until(lambda: p.counters()[0].get("last words: not needed"))
+        assert p.parked() == 1

@@ -153,6 +153,7 @@ class Loading:
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
         client = HoldClient(self.peers, remote, load.ticket, watch)
         try:
+            watch.require_wanted()  # it may have waited for a thread
             require_distinct_blocks(
                 self.peers.topology.model,
                 self.peers.layout,
