@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -145,3 +146,22 @@ def test_a_load_given_up_while_it_waits_for_a_thread_claims_nothing(
         d.release(p.ticket(NEVER, "behind them"))  # it comes after all that they sent
         wait_until(lambda: p.counters()[0].get("last words: not needed"))
         assert p.parked() == 1
+
+
+def test_a_load_that_waits_for_a_thread_too_long_does_not_blame_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        met = d.known().engines
+        first = d.start(p.ticket(NEVER, "first"), NEVER, seconds=SECONDS, request_id="first")
+        wait_until(lambda: p.parked() == 1)
+        deadline = time.monotonic() + 0.01
+        second = d.start(hold(p, MORE), MORE, seconds=0.01)
+        wait_until(lambda: time.monotonic() > deadline + 0.01)
+        d.cancel(first)
+        ((loaded,),) = d.wait(second)
+        assert "waited for a thread" in loaded.error
+        assert d.known().engines == met
+        wait_until(lambda: not p.open_holds())  # it was told

@@ -153,7 +153,9 @@ class Loading:
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
         client = HoldClient(self.peers, remote, load.ticket, watch)
         try:
-            watch.require_wanted()  # it may have waited for a thread
+            watch.require_wanted()
+            if not watch.left:  # the peer is not to blame
+                raise DeadlineExceeded("the load waited for a thread until its deadline")
             require_distinct_blocks(
                 self.peers.topology.model,
                 self.peers.layout,
