@@ -14,6 +14,7 @@ begins without threads and without its parent's work.
 Work may name a lane, which is the peer that it may have to wait for. A lane gets another thread
 while it has fewer than are free. So one peer has half of the threads at most, two peers have a
 third each, and a new peer finds one free. Work beyond that waits in its lane, and lanes take turns.
+Where the work that waits is bounded, lanes share the places out in the same way.
 """
 
 from __future__ import annotations
@@ -62,12 +63,19 @@ class Call(Future[T]):
 
 class Threads:
     """Up to `most` threads of one name, `per_lane` of them for one lane, and at most `most_stuck`
-    besides that were given up. Any method may be called by any thread; only `join` waits."""
+    besides that were given up. Of the work, `most_waiting` pieces may wait in lanes. Any method may
+    be called by any thread; only `join` waits."""
 
     def __init__(
-        self, name: str, most: int, per_lane: int | None = None, most_stuck: int = 0
+        self,
+        name: str,
+        most: int,
+        per_lane: int | None = None,
+        most_stuck: int = 0,
+        most_waiting: int = sys.maxsize,
     ) -> None:
         self._name, self._most, self._per_lane, self._most_stuck = name, most, per_lane, most_stuck
+        self._most_waiting = most_waiting
         self._closed = False
         self._begin()
         _every.add(self)
@@ -78,6 +86,12 @@ class Threads:
             if self._closed:
                 raise Cancelled("kvferry is shutting down")
             if lane and (lane in self._lanes or not self._may_take(lane)):
+                waiting, mine = self._waiting, len(self._lanes.get(lane, ()))
+                if mine >= self._most_waiting - waiting:
+                    raise HandoverError(
+                        f"{waiting} others wait already for a thread of {self._name}, {mine} of "
+                        f"them for {lane:.80}; no more are taken now"
+                    )
                 self._lanes.setdefault(lane, deque()).append(work)
             else:
                 self._enqueue(lane, work)
@@ -97,7 +111,7 @@ class Threads:
     def waiting(self) -> int:
         """Pieces of work that wait in their lanes."""
         with self._lock:
-            return sum(map(len, self._lanes.values()))
+            return self._waiting
 
     @property
     def stuck(self) -> int:
@@ -152,6 +166,11 @@ class Threads:
         self._lanes: dict[str, deque[Work]] = {}  # work that is not queued yet, in the lanes' turn
         self._taken: Counter[str] = Counter()  # tasks, by lane
         self._short = False  # whether the last start of a thread failed
+
+    @property
+    def _waiting(self) -> int:
+        """With the lock held."""
+        return sum(map(len, self._lanes.values()))
 
     @property
     def _count(self) -> int:

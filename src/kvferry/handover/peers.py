@@ -26,7 +26,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -420,16 +419,14 @@ class Meetings:
     - The more threads are busy, the shorter is a question's time limit.
     - An address that was silent for a whole question is not asked again for a few seconds. Its
       waiting and new questions fail at once.
-    - An address may queue a question only while it has fewer queued than are free, so that it
-      holds at most half of the queue. Further questions are refused at once.
+    - One address has at most half of the places to wait. Further questions are refused at once.
     """
 
     def __init__(self, name: str, most_seconds: float | None = None) -> None:
         """`most_seconds`: the time limit of one question; None: `MEET_SECONDS`."""
-        self._threads = Threads(name, THREADS, per_lane=1)
+        self._threads = Threads(name, THREADS, per_lane=1, most_waiting=MOST_WAITING)
         self._most_seconds = MEET_SECONDS if most_seconds is None else most_seconds
         self._lock = threading.Lock()
-        self._waiting: Counter[str] = Counter()  # questions, by address
         self._silent: dict[str, tuple[float, str]] = {}  # by address: until when, and why
 
     def submit(
@@ -440,19 +437,7 @@ class Meetings:
         Raises the error and calls neither if the question is refused at once.
         """
         self._require_answering(address)
-        with self._lock:
-            waiting, mine = self._waiting.total(), self._waiting[address]
-            if mine >= MOST_WAITING - waiting:
-                raise HandoverError(
-                    f"{waiting} requests wait already to meet an engine, {mine} of them at "
-                    f"{address}, which may be silent; no more are taken now"
-                )
-            self._waiting[address] += 1
-        try:
-            self._threads.submit(partial(self._run, address, ask, fail), address)
-        except BaseException:
-            self._leave(address)
-            raise
+        self._threads.submit(partial(self._run, address, ask, fail), address)
 
     def close(self) -> None:
         self._threads.close()
@@ -475,8 +460,6 @@ class Meetings:
         except Exception as error:  # a bug of ours; the load still has to end
             log.exception("%s could not be asked", address)
             fail(HandoverError(f"internal error: {error!r}"))
-        finally:
-            self._leave(address)
 
     def _require_answering(self, address: str) -> None:
         with self._lock:
@@ -486,9 +469,3 @@ class Meetings:
                 return
         if why:
             raise HandoverError(f"{address} is not asked again for some seconds: {why}")
-
-    def _leave(self, address: str) -> None:
-        with self._lock:
-            self._waiting[address] -= 1
-            if not self._waiting[address]:
-                del self._waiting[address]
