@@ -86,7 +86,7 @@ class Threads:
             if self._closed:
                 raise Cancelled("kvferry is shutting down")
             if lane and (lane in self._lanes or not self._may_take(lane)):
-                waiting, mine = self._waiting, len(self._lanes.get(lane, ()))
+                waiting, mine = sum(map(len, self._lanes.values())), len(self._lanes.get(lane, ()))
                 if mine >= self._most_waiting - waiting:
                     raise HandoverError(
                         f"{waiting} others wait already for a thread of {self._name}, {mine} of "
@@ -106,12 +106,6 @@ class Threads:
     def free(self) -> int:
         """Threads that have no work, or were not needed yet."""
         return max(0, self._most - self._tasks)
-
-    @property
-    def waiting(self) -> int:
-        """Pieces of work that wait in their lanes."""
-        with self._lock:
-            return self._waiting
 
     @property
     def stuck(self) -> int:
@@ -166,11 +160,6 @@ class Threads:
         self._lanes: dict[str, deque[Work]] = {}  # work that is not queued yet, in the lanes' turn
         self._taken: Counter[str] = Counter()  # tasks, by lane
         self._short = False  # whether the last start of a thread failed
-
-    @property
-    def _waiting(self) -> int:
-        """With the lock held."""
-        return sum(map(len, self._lanes.values()))
 
     @property
     def _count(self) -> int:
