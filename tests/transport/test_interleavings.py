@@ -31,7 +31,7 @@ from kvferry.handover.ticket import Ticket
 from seeds import SEEDS
 from waiting import soon, wait_until
 
-STEPS = 150
+STEPS = 100
 LEASES_SECONDS = (0.3, 1.0, 3.0)
 SLOTS, SLOT_BLOCKS, MOST_TOKENS = 5, 45, 700
 REUSED = 50_000_000  # added to the number of a prompt that overwrites another
