@@ -7,14 +7,14 @@
        '--> waits in its lane             '--> given up (`give_up`): another thread takes its place
 
 Threads start when they are needed, and stay. Where the system cannot start one more, the threads
-that run do the work in turn. Work is refused only when there is no thread at all. All threads are
-daemons: a process that ends does not wait for a transfer that cannot be stopped. A forked child
-begins without threads and without its parent's work.
+that run do the work in turn. Work is refused only when there is no thread at all, or no place to
+wait. All threads are daemons: a process that ends does not wait for a transfer that cannot be
+stopped. A forked child begins without threads and without its parent's work.
 
 Work may name a lane, which is the peer that it may have to wait for. A lane gets another thread
 while it has fewer than are free. So one peer has half of the threads at most, two peers have a
 third each, and a new peer finds one free. Work beyond that waits in its lane, and lanes take turns.
-Where the work that waits is bounded, lanes share the places out in the same way.
+Lanes share out the places to wait in the same way.
 """
 
 from __future__ import annotations
