@@ -109,6 +109,20 @@ def test_loads_that_wait_to_meet_somebody_are_bounded(monkeypatch: pytest.Monkey
         require_not_held_up(d, hold(p, GOOD), GOOD)
 
 
+def test_a_burst_waits_until_its_engine_is_met() -> None:
+    """vLLM orders as many loads in one step as blocks are free for: thousands of short prompts."""
+    with peers(P) as (p, d):
+        burst = [
+            d.start(p.ticket(NEVER, f"b{i}"), NEVER, seconds=SECONDS, request_id=f"b{i}")
+            for i in range(2000)
+        ]
+        wait_until(lambda: p.parked() >= 256)
+        assert not d.finished()
+        for one in burst:
+            d.cancel(one)
+        assert {loaded.kind for (loaded,) in d.wait(*burst)} == {"Cancelled"}
+
+
 def test_prefills_that_are_never_done_leave_threads_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
