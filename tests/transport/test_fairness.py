@@ -180,3 +180,22 @@ def test_a_load_that_waits_for_a_thread_too_long_does_not_blame_its_peer(
         assert "waited for a thread" in loaded.error
         assert d.known().engines == met
         wait_until(lambda: not p.open_holds())  # it was told
+
+
+def test_a_release_that_waits_for_a_thread_does_not_blame_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        met = d.known().engines
+        first = d.start(p.ticket(NEVER, "first"), NEVER, seconds=SECONDS, request_id="first")
+        wait_until(lambda: p.parked() == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(consumer_module, "WORD_SECONDS", 0.0)
+            d.release(hold(p, MORE))
+        d.cancel(first)
+        wait_until(lambda: p.counters()[0].get("last words: not needed"))
+        d.wait(first)
+        require_not_held_up(d, hold(p, replace(MORE, number=3)), replace(MORE, number=3))
+        assert d.known().engines == met

@@ -133,8 +133,7 @@ class ConsumerRank:
         If it does not get through, the hold expires at the producer.
         """
         watch = Deadline(time.monotonic() + WORD_SECONDS)
-        work = partial(self._release, ticket, outcome, watch)
-        self._once_met(ticket, watch, work, _not_released)
+        self._once_met(ticket, watch, partial(self._release, ticket, outcome), _not_released)
 
     def take_done(self) -> list[Loaded]:
         with self._lock:
@@ -265,7 +264,8 @@ class ConsumerRank:
                 self._stats.abandoned_now -= 1
                 self._stats.quarantined_blocks -= blocks
 
-    def _release(self, ticket: Ticket, outcome: Outcome, watch: Deadline, remote: Remote) -> None:
+    def _release(self, ticket: Ticket, outcome: Outcome, remote: Remote) -> None:
+        watch = Deadline(time.monotonic() + WORD_SECONDS)  # it may have waited for a thread
         client = HoldClient(self._peers, remote, ticket, watch)
         try:
             for call in client.say(remote.sources, outcome).values():
