@@ -27,7 +27,7 @@ What happens when something fails:
     stale                              fails; the engine is forgotten, the ticket is void
     closed, expired                    fails; the ticket is void
     unable (to an offer)               claims and reads from that source instead
-    unmet (to an offer)                introduces itself again, and offers once more
+    unmet (to an offer)                introduces itself again, and offers once more; then reads
     another refusal, or nonsense       fails
     nothing in time, or disconnects    fails; the engine is forgotten, the next load meets it again
 
@@ -504,7 +504,7 @@ class Offers:
                 self._call(one)
                 continue
             waiting.remove(one)
-            if isinstance(reply, Refused) and reply.reason == "unable":
+            if isinstance(reply, Refused) and reply.reason in ("unable", "unmet"):
                 log.info("%s is read instead: %s", one.source, reply.message)
                 self._close(one)
                 continue
