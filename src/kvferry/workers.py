@@ -7,13 +7,14 @@
        '--> waits in its lane             '--> given up (`give_up`): another thread takes its place
 
 Threads start when they are needed, and stay. Where the system cannot start one more, the threads
-that run do the work in turn. Work is refused only when there is no thread at all. All threads are
-daemons: a process that ends does not wait for a transfer that cannot be stopped. A forked child
-begins without threads and without its parent's work.
+that run do the work in turn. Work is refused only when there is no thread at all, or no place to
+wait. All threads are daemons: a process that ends does not wait for a transfer that cannot be
+stopped. A forked child begins without threads and without its parent's work.
 
 Work may name a lane, which is the peer that it may have to wait for. A lane gets another thread
 while it has fewer than are free. So one peer has half of the threads at most, two peers have a
 third each, and a new peer finds one free. Work beyond that waits in its lane, and lanes take turns.
+Lanes share out the places to wait in the same way.
 """
 
 from __future__ import annotations
@@ -62,12 +63,19 @@ class Call(Future[T]):
 
 class Threads:
     """Up to `most` threads of one name, `per_lane` of them for one lane, and at most `most_stuck`
-    besides that were given up. Any method may be called by any thread; only `join` waits."""
+    besides that were given up. Of the work, `most_waiting` pieces may wait in lanes. Any method may
+    be called by any thread; only `join` waits."""
 
     def __init__(
-        self, name: str, most: int, per_lane: int | None = None, most_stuck: int = 0
+        self,
+        name: str,
+        most: int,
+        per_lane: int | None = None,
+        most_stuck: int = 0,
+        most_waiting: int = sys.maxsize,
     ) -> None:
         self._name, self._most, self._per_lane, self._most_stuck = name, most, per_lane, most_stuck
+        self._most_waiting = most_waiting
         self._closed = False
         self._begin()
         _every.add(self)
@@ -78,6 +86,12 @@ class Threads:
             if self._closed:
                 raise Cancelled("kvferry is shutting down")
             if lane and (lane in self._lanes or not self._may_take(lane)):
+                waiting, mine = sum(map(len, self._lanes.values())), len(self._lanes.get(lane, ()))
+                if mine >= self._most_waiting - waiting:
+                    raise HandoverError(
+                        f"{waiting} others wait already for a thread of {self._name}, {mine} of "
+                        f"them for {lane:.80}; no more are taken now"
+                    )
                 self._lanes.setdefault(lane, deque()).append(work)
             else:
                 self._enqueue(lane, work)
@@ -92,12 +106,6 @@ class Threads:
     def free(self) -> int:
         """Threads that have no work, or were not needed yet."""
         return max(0, self._most - self._tasks)
-
-    @property
-    def waiting(self) -> int:
-        """Pieces of work that wait in their lanes."""
-        with self._lock:
-            return sum(map(len, self._lanes.values()))
 
     @property
     def stuck(self) -> int:

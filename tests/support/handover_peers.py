@@ -455,13 +455,11 @@ class Producer(Gates):
         return made
 
     def wrap_carriers(self, wrap: Callable[[Any], Any]) -> list[Any]:
-        """Put something between each rank and the carriers that it writes with."""
-        wrapped: list[Any] = []
-        for pusher in self.pushers:
-            carriers = pusher._carriers
-            carriers.update({name: wrap(carrier) for name, carrier in carriers.items()})
-            wrapped += carriers.values()
-        return wrapped
+        """Put something between each rank and the carrier that it writes with."""
+        writing: list[Any] = [pusher for pusher in self.pushers if pusher._carrier is not None]
+        for pusher in writing:
+            pusher._carrier = wrap(pusher._carrier)
+        return [pusher._carrier for pusher in writing]
 
     def tell(self, infos: list[RankInfo] | None = None) -> None:
         self.directory.set_engine(self.engine, self.infos if infos is None else infos)

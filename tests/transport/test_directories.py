@@ -14,6 +14,7 @@ import pytest
 
 from handover_peers import Consumer, Producer, Prompt, Spec, hold, side_by_side
 from kvferry.handover.load import Load
+from kvferry.handover.peers import PeerKey, Remote
 from kvferry.handover.ticket import child
 from waiting import wait_until
 
@@ -29,10 +30,9 @@ def require_loaded(d: Consumer, p: Producer, prompt: Prompt) -> None:
     assert d.wrong_bytes_of(prompt) == 0
 
 
-def met(d: Consumer) -> dict[Any, Any]:
+def met(d: Consumer) -> dict[PeerKey, Remote]:
     """All that is known, with the connections that were made."""
-    known = d.known().engines
-    return {key: one.remote for key, one in known.items()}
+    return d.known().engines
 
 
 @pytest.mark.parametrize("shape", ["tp=2,block=16", "tp=1,block=32"])

@@ -458,7 +458,7 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         carrier = d.racks[0].carrier
         d.known().carriers = [Damaging(carrier)]
         for known in list(d.known().engines.values()):
-            d.known().forget(known.remote)
+            d.known().forget(known)
         loaded = d.load(p.hold(prompt), prompt)
         if checksums:
             assert "ChecksumError" in error_of(loaded)
@@ -469,7 +469,7 @@ def test_a_damaged_payload_is_noticed_with_checksums(way: Way, checksums: bool) 
         assert d.wrong_bytes(prompt, WARM) > 0
         d.known().carriers = [carrier]
         for known in list(d.known().engines.values()):
-            d.known().forget(known.remote)
+            d.known().forget(known)
         again = replace(prompt, number=2)
         require_ok(d.load(p.hold(again), again))
         assert d.wrong_bytes(again, WARM) == 0

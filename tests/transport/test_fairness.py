@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -101,10 +102,25 @@ def test_loads_that_wait_to_meet_somebody_are_bounded(monkeypatch: pytest.Monkey
     with peers(P) as (p, d), silent(4) as ports:
         flood(d, ports[:1], 50)
         refused = [one.error for reports in d.finished().values() for one in reports]
-        assert len(refused) == 50 - 8 and all("wait already" in error for error in refused)
+        assert len(refused) == 50 - 1 - 8  # one is asked, and eight wait
+        assert all("others wait already" in error for error in refused)
         flood(d, ports[1:], 3, "more")  # another port of the host has a place, and a thread
         assert not d.finished()
         require_not_held_up(d, hold(p, GOOD), GOOD)
+
+
+def test_a_burst_waits_until_its_engine_is_met() -> None:
+    """vLLM orders as many loads in one step as blocks are free for: thousands of short prompts."""
+    with peers(P) as (p, d):
+        burst = [
+            d.start(p.ticket(NEVER, f"b{i}"), NEVER, seconds=SECONDS, request_id=f"b{i}")
+            for i in range(2000)
+        ]
+        wait_until(lambda: p.parked() >= 256)
+        assert not d.finished()
+        for one in burst:
+            d.cancel(one)
+        assert {loaded.kind for (loaded,) in d.wait(*burst)} == {"Cancelled"}
 
 
 def test_prefills_that_are_never_done_leave_threads_to_others(
@@ -126,3 +142,60 @@ def test_prefills_that_are_never_done_leave_threads_to_others(
         for one in parked:
             d.cancel(one)
         d.wait(*parked)
+
+
+def test_a_load_given_up_while_it_waits_for_a_thread_claims_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        first, second = (
+            d.start(p.ticket(NEVER, name), NEVER, seconds=SECONDS, request_id=name)
+            for name in ("first", "second")
+        )
+        wait_until(lambda: p.parked() == 1)
+        d.cancel(second)
+        d.cancel(first)
+        d.wait(first, second)
+        d.release(p.ticket(NEVER, "behind them"))  # it comes after all that they sent
+        wait_until(lambda: p.counters()[0].get("last words: not needed"))
+        assert p.parked() == 1
+
+
+def test_a_load_that_waits_for_a_thread_too_long_does_not_blame_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        met = d.known().engines
+        first = d.start(p.ticket(NEVER, "first"), NEVER, seconds=SECONDS, request_id="first")
+        wait_until(lambda: p.parked() == 1)
+        deadline = time.monotonic() + 0.01
+        second = d.start(hold(p, MORE), MORE, seconds=0.01)
+        wait_until(lambda: time.monotonic() > deadline + 0.01)
+        d.cancel(first)
+        ((loaded,),) = d.wait(second)
+        assert "waited for a thread" in loaded.error
+        assert d.known().engines == met
+        wait_until(lambda: not p.open_holds())  # it was told
+
+
+def test_a_release_that_waits_for_a_thread_does_not_blame_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer_module, "LOAD_THREADS", 2)
+    with peers(P) as (p, d):
+        require_not_held_up(d, hold(p, GOOD), GOOD)
+        met = d.known().engines
+        first = d.start(p.ticket(NEVER, "first"), NEVER, seconds=SECONDS, request_id="first")
+        wait_until(lambda: p.parked() == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(consumer_module, "WORD_SECONDS", 0.0)
+            d.release(hold(p, MORE))
+        d.cancel(first)
+        wait_until(lambda: p.counters()[0].get("last words: not needed"))
+        d.wait(first)
+        require_not_held_up(d, hold(p, replace(MORE, number=3)), replace(MORE, number=3))
+        assert d.known().engines == met

@@ -58,6 +58,20 @@ def test_without_a_thread_to_write_a_source_is_read(monkeypatch: pytest.MonkeyPa
         assert p.pushes() == [0, 0]
 
 
+def test_a_source_that_has_too_much_to_write_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "MOST_PUSHES", 0)
+    with peers() as (p, d):
+        (loaded,) = d.load(hold(p, PROMPTS[0]), PROMPTS[0])
+        assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPTS[0]) == 0
+
+
+def test_a_source_that_forgets_us_at_once_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "MOST_TARGETS", 0)
+    with peers() as (p, d):
+        (loaded,) = d.load(hold(p, PROMPTS[0]), PROMPTS[0])
+        assert loaded.ok and not loaded.pushed and d.wrong_bytes(PROMPTS[0]) == 0
+
+
 def test_a_write_is_answered_though_the_next_one_finds_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

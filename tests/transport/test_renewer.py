@@ -195,3 +195,18 @@ def test_an_early_ticket_of_an_engine_that_is_gone() -> None:
         for one in (stale, nobody):
             r.watch(one, early=True)
         wait_until(lambda: [r.arrived(one.hold_id) for one in (stale, nobody)] == [False, False])
+
+
+def test_every_early_ticket_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also among thousands that wait: those that are asked about first may come last."""
+    monkeypatch.setattr("kvferry.handover.renew.MOST_EARLY_PER_CALL", 2)
+    prompts = [Prompt(number, 10, src_first=1 + number) for number in range(20)]
+    with producer(P) as p, renewer() as r:
+        r._interval_seconds = 60.0
+        for prompt in prompts:
+            r.watch(p.ticket(prompt), early=True)
+        wait_until(lambda: p.ask("counters")[0].get("messages", 0) > 5)  # all are renewed at first
+        there = [p.hold(prompt).hold_id for prompt in prompts[::6]]
+        wait_until(lambda: all(r.arrived(hold_id) for hold_id in there))
+        waiting = {p.ticket(prompt).hold_id for prompt in prompts} - {*there}
+        assert {r.arrived(hold_id) for hold_id in waiting} == {None}

@@ -55,7 +55,7 @@ def test_claims_wait_until_the_hold_arrives() -> None:
     made = table()
     assert made.park("h", "first", 5.0) and made.park("h", "second", 6.0)
     assert made.park("other", "third", 7.0)
-    assert (made.parked, made.next_deadline()) == (3, 5.0)
+    assert made.parked == 3
     assert made.add(HoldOrder("h", "r", "d", 1, []), 1.0) == (["first", "second"], None)
     assert made.parked == 1
     assert made.expire(1e9)[1] == ["third"]
@@ -65,10 +65,11 @@ def test_claims_lose_patience_one_by_one() -> None:
     made = table()
     made.park("h", "first", 5.0)
     made.park("h", "second", 6.0)
-    assert made.expire(4.9) == ([], [])
+    assert made.expire(4.0) == ([], [])
     assert made.expire(5.0) == ([], ["first"])
-    assert made.expire(5.0) == ([], [])
+    assert made.expire(5.9) == ([], [])
     assert made.expire(6.0) == ([], ["second"])
+    assert made.parked == 0 and made._parked_budget.used_bytes == 0
     assert made.add(HoldOrder("h", "r", "d", 1, []), 7.0) == ([], None)
 
 
@@ -213,7 +214,7 @@ def test_all_claims_can_be_sent_away() -> None:
     for number, hold_id in enumerate(("a", "a", "b")):
         assert made.park(hold_id, str(number), 5.0)
     assert made.unpark_all() == ["0", "1", "2"]
-    assert made.parked == 0 and made.next_deadline() is None
+    assert made.parked == 0
 
 
 @pytest.mark.parametrize("outcome", ["failed", "not needed"])
@@ -265,8 +266,8 @@ def test_tombstones_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.Monk
         made.add(HoldOrder(f"h{number}", "r", "d", 1, []), 0.0)
         made.withdraw(f"h{number}")
         made.withdraw(f"unborn{number}")
-    assert [made.find(f"h{n}") for n in (5, 6, 9)] == [None, "withdrawn", "withdrawn"]
-    assert [made.find(f"unborn{n}") for n in (5, 6, 9)] == [None, "withdrawn", "withdrawn"]
+    assert [made.find(f"h{n}") for n in (5, 8, 9)] == [None, "withdrawn", "withdrawn"]
+    assert [made.find(f"unborn{n}") for n in (5, 8, 9)] == [None, "withdrawn", "withdrawn"]
 
 
 IDS = st.sampled_from(["a", "b", "c"])
@@ -367,25 +368,6 @@ Histories.TestCase.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestHistories = Histories.TestCase
-
-
-def test_the_heap_does_not_grow_with_what_is_gone() -> None:
-    """Parking and answering leave no more entries than are alive, or so."""
-    table: HoldTable[int] = HoldTable(60.0)
-    for number in range(5_000):
-        hold = f"h{number}"
-        table.park(hold, number, until=1e9)
-        assert table.add(HoldOrder(hold, "r", "d", 1, [[1]]), now=float(number))[0] == [number]
-        table.renew(hold, number + 1.0)
-        if number % 10:
-            table.withdraw(hold)
-    assert len(table.open) == 500
-    assert len(table._patience) <= 100
-    assert table.next_deadline() == 61.0
-    closed, impatient = table.expire(1e10)
-    assert len(closed) == 500
-    assert impatient == []
-    assert table.next_deadline() is None
 
 
 def test_what_waits_takes_no_more_than_it_is_charged() -> None:

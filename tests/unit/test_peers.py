@@ -19,7 +19,6 @@ from kvferry.handover.describe import engine_info, rank_info
 from kvferry.handover.load import Introductions
 from kvferry.handover.peers import (
     RETRY_SECONDS,
-    Known,
     PeerKey,
     Peers,
     Remote,
@@ -32,40 +31,40 @@ from kvferry.topology import TransferTopology
 KEY = PeerKey("p", "1", "h:1")
 
 
-def acquaintances(met: dict[PeerKey, Known]) -> Peers:
+def acquaintances(met: dict[PeerKey, Remote]) -> Peers:
     nothing: Any = None
     topology: Any = SimpleNamespace(engine_id="d", unregister_remote_engine=lambda name: None)
     return Peers(nothing, nothing, topology, nothing, [], _remotes=met)
 
 
-def remote() -> Any:
-    return SimpleNamespace(sources=())
+def remote(*sources: Any) -> Remote:
+    nothing: Any = None
+    return Remote(nothing, nothing, sources)
 
 
 def test_two_loads_that_lost_a_peer_forget_it_once() -> None:
-    met: dict[PeerKey, Known] = {}
+    met: dict[PeerKey, Remote] = {}
     people = acquaintances(met)
     old, new = remote(), remote()
-    met[KEY] = Known(old)
+    met[KEY] = old
     people.forget(old)
     assert KEY not in met
-    met[KEY] = Known(new)
+    met[KEY] = new
     people.forget(old)
-    assert met[KEY].remote is new
+    assert met[KEY] is new
 
 
 def test_connections_are_given_back_by_the_last_that_uses_them() -> None:
-    met: dict[PeerKey, Known] = {}
+    met: dict[PeerKey, Remote] = {}
     people = acquaintances(met)
     gone: list[str] = []
     source = SimpleNamespace(carrier=SimpleNamespace(disconnect=gone.append), peer="peer")
-    lost = remote()
-    lost.sources = (source,)
-    met[KEY] = Known(lost)
+    lost = remote(source)
+    met[KEY] = lost
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     watch = Deadline(time.monotonic() + 60)
     first, second = people.meet(ticket, watch), people.using(ticket)
-    assert first is second and first.remote is lost
+    assert first is second is lost
     people.forget(lost)
     assert KEY not in met and people.using(ticket) is None
     people.leave(first)
@@ -87,13 +86,13 @@ def test_an_engine_is_met_though_its_last_life_cannot_be_left(
         raise OSError("it is gone")
 
     carrier = SimpleNamespace(name="line", disconnect=disconnect)
-    old, new = remote(), remote()
-    old.sources = tuple(SimpleNamespace(carrier=carrier, peer=peer) for peer in ("one", "two"))
-    people = acquaintances({PeerKey("p", "0", "h:1"): Known(old)})
+    peers: Any = (SimpleNamespace(carrier=carrier, peer=peer) for peer in ("one", "two"))
+    old, new = remote(*peers), remote()
+    people = acquaintances({PeerKey("p", "0", "h:1"): old})
     monkeypatch.setattr("kvferry.handover.peers.ask_directory", lambda *_: None)
     monkeypatch.setattr(Peers, "plan_with", lambda *_: new)
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
-    assert people.meet(ticket, Deadline(time.monotonic() + 60)).remote is new
+    assert people.meet(ticket, Deadline(time.monotonic() + 60)) is new
     assert left == ["one", "two"] and caplog.text.count("was not given back") == 2
 
 
@@ -146,8 +145,8 @@ def test_a_carrier_that_was_late_is_tried_again_beside_the_loads(
     ticket: Any = SimpleNamespace(engine_id="p", incarnation="1", directory="h:1")
     first = people.meet(ticket, Deadline(time.monotonic() + 60))
 
-    def carriers(known: Known) -> list[str]:
-        return [s.carrier.name for s in known.remote.sources if s.carrier is not None]
+    def carriers(known: Remote) -> list[str]:
+        return [s.carrier.name for s in known.sources if s.carrier is not None]
 
     assert carriers(first) == ["null"] and not people.wants_retry(first)
     soon = time.monotonic() + RETRY_SECONDS
@@ -157,7 +156,7 @@ def test_a_carrier_that_was_late_is_tried_again_beside_the_loads(
         people.meet_again(ticket, first, 60)
     second = people.using(ticket)
     assert second is not None and carriers(second) == ["late"] and gone == []
-    people.forget(first.remote)  # a load that lost the old connection
+    people.forget(first)  # a load that lost the old connection
     assert people.using(ticket) is second
     people.leave(first)
     assert gone == ["null"] and math.isinf(second.retry_at)
@@ -187,7 +186,7 @@ def test_an_engine_that_was_forgotten_while_it_was_met_again_stays_so(
     first = people.meet(ticket, Deadline(time.monotonic() + 60))
 
     def lost(*_: Any) -> Welcome:
-        people.forget(first.remote)
+        people.forget(first)
         return welcome
 
     monkeypatch.setattr("kvferry.handover.peers.ask_directory", lost)

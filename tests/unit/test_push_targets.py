@@ -65,7 +65,7 @@ def test_a_connection_is_made_once_for_all() -> None:
         assert line.asked.acquire(timeout=SECONDS)
         line.answers.set()
         assert {one.result(SECONDS) for one in made} == {"peer 1 at there"}
-    assert to.take_peers() == [("line", "peer 1 at there")]
+    assert to.take_peer() == "peer 1 at there"
     assert to.peer(line, soon()) == "peer 2 at there"  # it was idle, and is used again
 
 
@@ -129,7 +129,7 @@ def test_a_connection_for_a_target_that_was_dropped_is_given_back() -> None:
         maker = threads.submit(to.peer, line, soon())
         assert line.asked.acquire(timeout=SECONDS)
         waiter = threads.submit(to.peer, line, soon())
-        assert took(lambda: to.take_peers(drop=True)) < SECONDS / 2  # it does not wait
+        assert took(lambda: to.take_peer(drop=True)) < SECONDS / 2  # it does not wait
         line.answers.set()
         for one in (maker, waiter):
             with pytest.raises(Cancelled):
@@ -137,4 +137,4 @@ def test_a_connection_for_a_target_that_was_dropped_is_given_back() -> None:
     assert line.left == ["peer 1 at there"]
     with pytest.raises(Cancelled):  # a push that had not connected yet
         to.peer(line, soon())
-    assert (len(line.patience), to.take_peers()) == (1, [])
+    assert (len(line.patience), to.take_peer()) == (1, None)

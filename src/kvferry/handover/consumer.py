@@ -40,7 +40,7 @@ from kvferry.handover.load import (
     Loaded,
     Loading,
 )
-from kvferry.handover.peers import Known, Meetings, Peers, Remote
+from kvferry.handover.peers import Meetings, Peers, Remote
 from kvferry.handover.ticket import Ticket
 from kvferry.handover.wakeup import Action, Wakeup
 from kvferry.layout.model import CacheModel
@@ -133,8 +133,7 @@ class ConsumerRank:
         If it does not get through, the hold expires at the producer.
         """
         watch = Deadline(time.monotonic() + WORD_SECONDS)
-        work = partial(self._release, ticket, outcome, watch)
-        self._once_met(ticket, watch, work, _not_released)
+        self._once_met(ticket, watch, partial(self._release, ticket, outcome), _not_released)
 
     def take_done(self) -> list[Loaded]:
         with self._lock:
@@ -149,7 +148,7 @@ class ConsumerRank:
     def links(self) -> list[tuple[str, str]]:
         """The carriers to all sources that this rank has met, each with the reason for it."""
         met = self._peers.engines.values()
-        sources = [source for known in met for source in known.remote.sources]
+        sources = [source for remote in met for source in remote.sources]
         return [(s.carrier.name, s.why) for s in sources if s.carrier is not None]
 
     def stats(self) -> ConsumerStats:
@@ -184,17 +183,17 @@ class ConsumerRank:
     ) -> None:
         """Run `work` on a load thread once the ticket's engine is met, or else call `fail`."""
 
-        def run(known: Known) -> None:
+        def run(remote: Remote) -> None:
             try:
-                work(known.remote)
+                work(remote)
             finally:
-                self._peers.leave(known)
+                self._peers.leave(remote)
 
-        def submit(known: Known) -> None:
+        def submit(remote: Remote) -> None:
             try:
-                self._threads.submit(partial(run, known), ticket.directory)
+                self._threads.submit(partial(run, remote), ticket.directory)
             except BaseException:
-                self._peers.leave(known)
+                self._peers.leave(remote)
                 raise
 
         def meet(seconds: float) -> None:
@@ -203,25 +202,25 @@ class ConsumerRank:
 
         try:
             watch.require_wanted()
-            known = self._peers.using(ticket)
-            if known is None:
+            remote = self._peers.using(ticket)
+            if remote is None:
                 self._meetings.submit(ticket.directory, meet, fail)
                 return
-            submit(known)
+            submit(remote)
         except KvferryError as error:
             fail(error)
             return
-        if self._peers.wants_retry(known):
-            self._meet_again(ticket, known)
+        if self._peers.wants_retry(remote):
+            self._meet_again(ticket, remote)
 
-    def _meet_again(self, ticket: Ticket, known: Known) -> None:
+    def _meet_again(self, ticket: Ticket, remote: Remote) -> None:
         """Try all carriers once more, on a thread. Until then, loads use the one there is."""
 
         def failed(error: KvferryError) -> None:
             log.info("engine %r was not met again: %s", ticket.engine_id, error)
 
         try:
-            again = partial(self._peers.meet_again, ticket, known)
+            again = partial(self._peers.meet_again, ticket, remote)
             self._meetings.submit(ticket.directory, again, failed)
         except KvferryError as error:
             failed(error)
@@ -265,7 +264,8 @@ class ConsumerRank:
                 self._stats.abandoned_now -= 1
                 self._stats.quarantined_blocks -= blocks
 
-    def _release(self, ticket: Ticket, outcome: Outcome, watch: Deadline, remote: Remote) -> None:
+    def _release(self, ticket: Ticket, outcome: Outcome, remote: Remote) -> None:
+        watch = Deadline(time.monotonic() + WORD_SECONDS)  # it may have waited for a thread
         client = HoldClient(self._peers, remote, ticket, watch)
         try:
             for call in client.say(remote.sources, outcome).values():

@@ -31,10 +31,6 @@ class Deadline:
             self.given_up.set_result(None)
 
     @property
-    def over(self) -> bool:
-        return self.given_up.done() or time.monotonic() >= self.deadline
-
-    @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())

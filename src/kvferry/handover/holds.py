@@ -25,17 +25,16 @@ nothing. Its hold stays open until the lease runs out, and then closes as "expir
 schedulers renew leases while requests queue and load; every claim renews one too.
 
 This module is the state machine alone: it has no sockets and no threads, and callers pass the time
-in. Only this rank's clock counts. The memory that peers can make a rank use is bounded.
-A check of the deadlines takes microseconds, however many holds there are: holds are kept in the
-order in which their leases run out, and claims in a heap.
+in. Only this rank's clock counts. The memory that peers can make a rank use is bounded. Holds are
+kept in the order in which their leases run out, so a check of the leases takes microseconds. Claims
+that wait are looked at once a second: their consumers know the same deadlines.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -52,7 +51,7 @@ TOMBSTONES = 65_536  # closed holds remembered, so that late claims are refused 
 PARKED_BYTES = 256 << 20
 MOST_EARLY = 4_096  # last words that came before their hold; the oldest are dropped
 MOST_ENGINES = 64  # engines that may read one hold
-STALE_CLAIMS = 64  # that the heap may keep beyond the number of claims that wait
+SWEEP_SECONDS = 1.0  # between two looks at claims and early words that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +129,12 @@ class _ReaderEngine:
     spoke: set[tuple[int, int]] = field(default_factory=set)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _ParkedClaim(Generic[Parked]):
-    hold_id: str
     claim: Parked
     until: float
     charged_bytes: int
     sender: bytes
-    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +155,13 @@ class HoldTable(Generic[Parked]):
     # hold to the end.
     open: OrderedDict[str, Hold] = field(default_factory=OrderedDict)
     parked: int = 0  # number of waiting claims
-    # Why each hold closed, and a hash of its request id: clients may send long request ids.
-    _tombstones: OrderedDict[str, tuple[Why, int]] = field(default_factory=OrderedDict)
-    _unborn: OrderedDict[str, None] = field(default_factory=OrderedDict)  # withdrawn before arrival
-    _parked: dict[str, dict[_ParkedClaim[Parked], None]] = field(default_factory=dict)
+    # Why each hold closed, and a hash of its request id: clients may send long request ids. None:
+    # the hold was withdrawn before it arrived.
+    _tombstones: OrderedDict[str, tuple[Why, int | None]] = field(default_factory=OrderedDict)
+    _parked: dict[str, list[_ParkedClaim[Parked]]] = field(default_factory=dict)
     _early: deque[_EarlyWord] = field(default_factory=lambda: deque(maxlen=MOST_EARLY))
     _parked_budget: Budget = field(default_factory=lambda: Budget(PARKED_BYTES))
-    # A heap. A claim that waits no longer stays in it until it reaches the top.
-    _patience: list[tuple[float, int, _ParkedClaim[Parked]]] = field(default_factory=list)
-    _number: Iterator[int] = field(default_factory=itertools.count)
+    _sweep_at: float = 0.0
 
     def add(self, order: HoldOrder, now: float) -> tuple[list[Parked], Closed | None]:
         """Open a hold. Returns the claims that waited for it: answer them, then call `settle`.
@@ -175,12 +170,13 @@ class HoldTable(Generic[Parked]):
         one whose id another request has used.
         """
         hold_id, request_id = order.hold_id, order.request_id
-        if hold_id in self._unborn:
-            del self._unborn[hold_id]
-            return [], self._bury(Closed(hold_id, request_id, "withdrawn", {}))
-        known, buried = self.open.get(hold_id), self._tombstones.get(hold_id)
-        if known is not None or buried is not None:  # an id serves one request
-            used_by = hash(known.order.request_id) if known else buried[1] if buried else 0
+        known = self.open.get(hold_id)
+        why, used_by = self._tombstones.get(hold_id, (None, None))
+        if known is not None:
+            used_by = hash(known.order.request_id)
+        elif why is not None and used_by is None:
+            return [], self._bury(Closed(hold_id, request_id, why, {}))
+        if used_by is not None:  # an id serves one request
             other = used_by != hash(request_id)
             return [], Closed("", request_id, "withdrawn", {}) if other else None
         self.open[hold_id] = Hold(order, now + self.lease_seconds)
@@ -202,8 +198,7 @@ class HoldTable(Generic[Parked]):
         """The open hold, why it closed, or None if it has not arrived."""
         if hold_id in self.open:
             return self.open[hold_id]
-        buried = self._tombstones.get(hold_id)
-        return "withdrawn" if hold_id in self._unborn else buried[0] if buried else None
+        return self._tombstones.get(hold_id, (None, None))[0]
 
     def renew(self, hold_id: str, now: float) -> Hold | Why | None:
         """Like `find`, and an open hold's lease begins anew."""
@@ -225,13 +220,9 @@ class HoldTable(Generic[Parked]):
         """Let a claim of this size wait for its hold; False if too many bytes wait already."""
         if not self._parked_budget.take(bytes_, sender):
             return False
-        waiting = _ParkedClaim(hold_id, claim, until, bytes_, sender)
-        self._parked.setdefault(hold_id, {})[waiting] = None
+        waiting = _ParkedClaim(claim, until, bytes_, sender)
+        self._parked.setdefault(hold_id, []).append(waiting)
         self.parked += 1
-        heapq.heappush(self._patience, (until, next(self._number), waiting))
-        if len(self._patience) > 2 * self.parked + STALE_CLAIMS:
-            self._patience = [entry for entry in self._patience if entry[2].waits]
-            heapq.heapify(self._patience)
         return True
 
     def last_word(
@@ -253,54 +244,44 @@ class HoldTable(Generic[Parked]):
         if hold is not None:
             return self._close(hold, "withdrawn"), []
         if hold_id not in self._tombstones:
-            self._unborn[hold_id] = None
-            while len(self._unborn) > TOMBSTONES:
-                self._unborn.popitem(last=False)
+            self._remember(hold_id, "withdrawn", None)
         return None, self._unpark(hold_id)
 
     def unpark_all(self) -> list[Parked]:
         return [claim for hold_id in list(self._parked) for claim in self._unpark(hold_id)]
 
     def expire(self, now: float) -> tuple[list[Closed], list[Parked]]:
-        """Close holds whose lease ran out, and remove claims whose patience ended."""
+        """Close holds whose lease ran out, and remove claims whose patience ended. Call it at least
+        every `SWEEP_SECONDS`."""
         closed, impatient = [], []
         while (hold := self._first_to_expire()) is not None and hold.expires <= now:
             closed.append(self._close(hold, "expired"))
-        while (waiting := self._least_patient()) is not None and waiting.until <= now:
-            impatient.append(waiting.claim)
-            del self._parked[waiting.hold_id][waiting]
-            if not self._parked[waiting.hold_id]:
-                del self._parked[waiting.hold_id]
-            self._leave(waiting)
-        while self._early and self._early[0].until <= now:
-            self._early.popleft()
+        if self._sweep_at <= now:
+            self._sweep_at = now + SWEEP_SECONDS
+            for hold_id in list(self._parked):
+                impatient += self._unpark(hold_id, now)
+            while self._early and self._early[0].until <= now:
+                self._early.popleft()
         return closed, impatient
 
     def next_deadline(self) -> float | None:
-        """When `expire` is next due. Early last words need no exact time."""
-        hold, waiting = self._first_to_expire(), self._least_patient()
-        if hold is None or waiting is None:
-            return waiting.until if waiting is not None else hold.expires if hold else None
-        return min(hold.expires, waiting.until)
+        """When a lease runs out next."""
+        hold = self._first_to_expire()
+        return hold.expires if hold is not None else None
 
     def _first_to_expire(self) -> Hold | None:
         return next(iter(self.open.values()), None)
 
-    def _least_patient(self) -> _ParkedClaim[Parked] | None:
-        while self._patience and not self._patience[0][2].waits:
-            heapq.heappop(self._patience)
-        return self._patience[0][2] if self._patience else None
-
-    def _leave(self, waiting: _ParkedClaim[Parked]) -> None:
-        waiting.waits = False
-        self.parked -= 1
-        self._parked_budget.give_back(waiting.charged_bytes, waiting.sender)
-
-    def _unpark(self, hold_id: str) -> list[Parked]:
-        waiting = self._parked.pop(hold_id, {})
-        for one in waiting:
-            self._leave(one)
-        return [one.claim for one in waiting]
+    def _unpark(self, hold_id: str, until: float = math.inf) -> list[Parked]:
+        """Remove the claims for a hold whose patience ends by then."""
+        waiting = self._parked.pop(hold_id, [])
+        leave = [one for one in waiting if one.until <= until]
+        if len(leave) < len(waiting):
+            self._parked[hold_id] = [one for one in waiting if one.until > until]
+        for one in leave:
+            self.parked -= 1
+            self._parked_budget.give_back(one.charged_bytes, one.sender)
+        return [one.claim for one in leave]
 
     def _close_if_over(self, hold: Hold) -> Closed | None:
         why = hold.over
@@ -313,7 +294,10 @@ class HoldTable(Generic[Parked]):
         return self._bury(Closed(order.hold_id, order.request_id, why, outcomes, hold.silent))
 
     def _bury(self, closed: Closed) -> Closed:
-        self._tombstones[closed.hold_id] = closed.why, hash(closed.request_id)
+        self._remember(closed.hold_id, closed.why, hash(closed.request_id))
+        return closed
+
+    def _remember(self, hold_id: str, why: Why, used_by: int | None) -> None:
+        self._tombstones[hold_id] = why, used_by
         while len(self._tombstones) > TOMBSTONES:
             self._tombstones.popitem(last=False)
-        return closed

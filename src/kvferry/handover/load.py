@@ -27,7 +27,7 @@ What happens when something fails:
     stale                              fails; the engine is forgotten, the ticket is void
     closed, expired                    fails; the ticket is void
     unable (to an offer)               claims and reads from that source instead
-    unmet (to an offer)                introduces itself again, and offers once more
+    unmet (to an offer)                introduces itself again, and offers once more; then reads
     another refusal, or nonsense       fails
     nothing in time, or disconnects    fails; the engine is forgotten, the next load meets it again
 
@@ -153,6 +153,9 @@ class Loading:
     def run(self, remote: Remote, load: Load, watch: Deadline, clock: Clock) -> Loaded:
         client = HoldClient(self.peers, remote, load.ticket, watch)
         try:
+            watch.require_wanted()
+            if not watch.left:  # the peer is not to blame
+                raise DeadlineExceeded("the load waited for a thread until its deadline")
             require_distinct_blocks(
                 self.peers.topology.model,
                 self.peers.layout,
@@ -501,7 +504,7 @@ class Offers:
                 self._call(one)
                 continue
             waiting.remove(one)
-            if isinstance(reply, Refused) and reply.reason == "unable":
+            if isinstance(reply, Refused) and reply.reason in ("unable", "unmet"):
                 log.info("%s is read instead: %s", one.source, reply.message)
                 self._close(one)
                 continue
@@ -608,15 +611,12 @@ def require_equal(client: HoldClient, bound: Mapping[Source, Bound], memory: Mem
             asked.append((source, part, client.call(source, question)))
         for source, part, call in asked:
             ours = digest(memory, part.dst, part.length, by[source])
-            reply = client.answer(call)
-            if not isinstance(reply, Summed):
-                why = reply.message if isinstance(reply, Refused) else type(reply).__name__
-                raise HandoverError(f"{source} gives no checksum: {why}")
-            if reply.digest != ours:
+            theirs = _require(source, client.answer(call), Summed, "checksum").digest
+            if theirs != ours:
                 client.peers.forget(client.remote)
                 raise ChecksumError(
                     f"{source}: {len(part)} runs of {int(part.length.sum())} bytes arrived "
                     f"differently than the source holds them ({by[source].name} "
-                    f"{reply.digest.hex()} there, {ours.hex()} here); nothing of this load is "
+                    f"{theirs.hex()} there, {ours.hex()} here); nothing of this load is "
                     "used. The carrier or the network between the two engines damages bytes"
                 )

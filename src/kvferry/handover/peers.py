@@ -26,7 +26,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,7 +76,7 @@ MEET_SECONDS = 8.0  # for one handshake, if most threads are free; busy hosts to
 LEAST_SECONDS = 1.0  # for one handshake, if all threads are busy
 SILENT_SECONDS = 5.0  # a silent address is not asked again for this long
 THREADS = 64
-MOST_WAITING = 1024  # one address may use half: requests burst in right after its engine's start
+MOST_WAITING = 16_384  # one address may use half: a burst meets an engine that has just started
 MOST_SILENT = 4096  # addresses remembered
 IDLE_SECONDS = 600.0  # an engine without loads is forgotten after this long
 RETRY_SECONDS = 300.0  # until a carrier that did not connect in time is tried again
@@ -105,14 +104,21 @@ class Source:
         return f"rank {tuple(self.rank)}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Remote:
-    """A producer engine that this rank has met."""
+    """A producer engine that this rank has met, and what keeps its connections open.
+
+    `Peers` alone changes it, with its lock held.
+    """
 
     shape: EngineShape
     pair: PairPlan
     sources: tuple[Source, ...]
     lacking: EdgePlan | None = None  # layers that only our engine has; loads zero them
+    users: int = 0  # loads
+    used: float = field(default_factory=time.monotonic)  # when a load last left it
+    forgotten: bool = False  # its last user closes its connections
+    retry_at: float = math.inf  # when to meet it once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +144,6 @@ class PeerKey:
         return self.engine_id == other.engine_id and supersedes(self.incarnation, other.incarnation)
 
 
-@dataclass(slots=True, eq=False)
-class Known:
-    """An engine that was met, and what keeps its connections open."""
-
-    remote: Remote
-    users: int = 0  # loads
-    used: float = field(default_factory=time.monotonic)  # when a load last left it
-    forgotten: bool = False  # its last user closes its connections
-    retry_at: float = math.inf  # when to meet it once more
-
-    def disconnect(self) -> None:
-        _disconnect(self.remote.sources)
-
-
 @dataclass(slots=True)
 class Peers:
     """The engines that this rank has met. Any method, from any thread."""
@@ -163,7 +155,7 @@ class Peers:
     carriers: Sequence[Carrier]
     replica: int = 0  # of `replicas` workers with the same rank, which all load
     replicas: int = 1
-    _remotes: dict[PeerKey, Known] = field(default_factory=dict)
+    _remotes: dict[PeerKey, Remote] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -174,105 +166,103 @@ class Peers:
         return Reader(engine.engine_id, engine.incarnation, rank.pp, number)
 
     @property
-    def engines(self) -> dict[PeerKey, Known]:
+    def engines(self) -> dict[PeerKey, Remote]:
         with self._lock:
             return dict(self._remotes)
 
-    def using(self, ticket: Ticket) -> Known | None:
+    def using(self, ticket: Ticket) -> Remote | None:
         """The engine of a ticket, or None if it is not met. The caller must call `leave` later."""
         with self._lock:
-            known = self._remotes.get(PeerKey.of(ticket))
-            if known is not None:
-                known.users += 1
-            return known
+            remote = self._remotes.get(PeerKey.of(ticket))
+            if remote is not None:
+                remote.users += 1
+            return remote
 
-    def meet(self, ticket: Ticket, watch: Deadline, seconds: float = MEET_SECONDS) -> Known:
+    def meet(self, ticket: Ticket, watch: Deadline, seconds: float = MEET_SECONDS) -> Remote:
         """Like `using`, but do the handshake first if necessary. `Meetings` calls this for one
         directory at a time, so no two handshakes with an engine run at once."""
         return self.using(ticket) or self._shake_hands(ticket, None, watch, seconds)
 
-    def wants_retry(self, known: Known) -> bool:
+    def wants_retry(self, remote: Remote) -> bool:
         """Whether to call `meet_again` now, because a carrier was late at the handshake."""
         with self._lock:
             now = time.monotonic()
-            due = known.retry_at <= now and not known.forgotten
+            due = remote.retry_at <= now and not remote.forgotten
             if due:
-                known.retry_at = now + RETRY_SECONDS
+                remote.retry_at = now + RETRY_SECONDS
         return due
 
-    def meet_again(self, ticket: Ticket, old: Known, seconds: float) -> None:
+    def meet_again(self, ticket: Ticket, old: Remote, seconds: float) -> None:
         """Replace an engine's connections. Loads that use the old ones go on with them."""
         watch = Deadline(time.monotonic() + seconds)
         self.leave(self._shake_hands(ticket, old, watch, seconds))
 
-    def leave(self, known: Known) -> None:
+    def leave(self, remote: Remote) -> None:
         """A load has ended. Closes connections that are no longer used, of any engine."""
         now = time.monotonic()
         with self._lock:
-            known.users -= 1
-            known.used = now
+            remote.users -= 1
+            remote.used = now
             idle = [
                 key
                 for key, one in self._remotes.items()
                 if not one.users and one.used + IDLE_SECONDS <= now
             ]
             over = self._drop(idle)
-            if known.forgotten and not known.users:
-                over.append(known)
-        for one in over:
-            one.disconnect()
+            if remote.forgotten and not remote.users:
+                over.append(remote)
+        _disconnect(over)
 
     def forget(self, remote: Remote) -> None:
         """Let the next load meet the engine again. A newer handshake with it is kept."""
         with self._lock:
-            over = self._drop([key for key, one in self._remotes.items() if one.remote is remote])
-        for one in over:
-            one.disconnect()
+            over = self._drop([key for key, one in self._remotes.items() if one is remote])
+        _disconnect(over)
 
-    def _drop(self, keys: Iterable[PeerKey]) -> list[Known]:
+    def _drop(self, keys: Iterable[PeerKey]) -> list[Remote]:
         """Forget engines. Call it with the lock held.
 
         Returns those without a load; the caller closes their connections, without the lock.
         """
         dropped = []
         for key in keys:
-            known = self._remotes.pop(key)
-            known.forgotten = True
+            remote = self._remotes.pop(key)
+            remote.forgotten = True
             self._unregister(key)
-            dropped.append(known)
-        return [known for known in dropped if not known.users]
+            dropped.append(remote)
+        return [remote for remote in dropped if not remote.users]
 
     def _shake_hands(
-        self, ticket: Ticket, old: Known | None, watch: Deadline, seconds: float
-    ) -> Known:
+        self, ticket: Ticket, old: Remote | None, watch: Deadline, seconds: float
+    ) -> Remote:
         """Meet an engine, in the place of `old`. The caller must call `leave` later."""
         key = PeerKey.of(ticket)
         try:
             reply = ask_directory(self.caller, key.directory, self.engine, watch, seconds)
             deadline = min(watch.deadline, time.monotonic() + seconds)
-            known = Known(self.plan_with(reply, key, deadline), users=1)
+            remote = self.plan_with(reply, key, deadline)
         except BaseException:
             with self._lock:
                 self._unregister(key)
             raise
+        remote.users = 1
         with self._lock:
-            over = self._keep(key, known, old)
-        for one in over:
-            one.disconnect()
-        return known
+            over = self._keep(key, remote, old)
+        _disconnect(over)
+        return remote
 
-    def _keep(self, key: PeerKey, known: Known, old: Known | None) -> list[Known]:
+    def _keep(self, key: PeerKey, remote: Remote, old: Remote | None) -> list[Remote]:
         """Put an engine in the place of `old`, unless that was forgotten meanwhile.
 
         Call it with the lock held. Returns engines to disconnect, as `_drop` does.
         """
         if self._remotes.get(key) is not old:
-            known.forgotten = True
+            remote.forgotten = True
             self._unregister(key)
             return []
-        self._remotes[key] = known
-        if any(source.late for source in known.remote.sources):
-            known.retry_at = time.monotonic() + RETRY_SECONDS
+        self._remotes[key] = remote
+        if any(source.late for source in remote.sources):
+            remote.retry_at = time.monotonic() + RETRY_SECONDS
         over = self._drop([k for k in self._remotes if key.voids(k)])  # the older incarnations
         if old is not None:
             old.forgotten = True
@@ -314,7 +304,7 @@ class Peers:
                 late = sources[-1].late
                 carriers = sorted(carriers, key=lambda carrier: carrier.name in late)
         except BaseException:
-            _disconnect(sources)
+            _leave(sources)
             raise
         lacking = topology.model.beyond(pair.model)
         if lacking is not None:
@@ -408,7 +398,12 @@ def _is_starting(reply: ReplyBody) -> bool:
     return not told >= set(read_shape(reply.engine).ranks)
 
 
-def _disconnect(sources: Iterable[Source]) -> None:
+def _disconnect(remotes: Iterable[Remote]) -> None:
+    for remote in remotes:
+        _leave(remote.sources)
+
+
+def _leave(sources: Iterable[Source]) -> None:
     for source in sources:
         if source.carrier is not None:
             try:
@@ -424,16 +419,14 @@ class Meetings:
     - The more threads are busy, the shorter is a question's time limit.
     - An address that was silent for a whole question is not asked again for a few seconds. Its
       waiting and new questions fail at once.
-    - An address may queue a question only while it has fewer queued than are free, so that it
-      holds at most half of the queue. Further questions are refused at once.
+    - One address has at most half of the places to wait. Further questions are refused at once.
     """
 
     def __init__(self, name: str, most_seconds: float | None = None) -> None:
         """`most_seconds`: the time limit of one question; None: `MEET_SECONDS`."""
-        self._threads = Threads(name, THREADS, per_lane=1)
+        self._threads = Threads(name, THREADS, per_lane=1, most_waiting=MOST_WAITING)
         self._most_seconds = MEET_SECONDS if most_seconds is None else most_seconds
         self._lock = threading.Lock()
-        self._waiting: Counter[str] = Counter()  # questions, by address
         self._silent: dict[str, tuple[float, str]] = {}  # by address: until when, and why
 
     def submit(
@@ -444,19 +437,7 @@ class Meetings:
         Raises the error and calls neither if the question is refused at once.
         """
         self._require_answering(address)
-        with self._lock:
-            waiting, mine = self._waiting.total(), self._waiting[address]
-            if mine >= MOST_WAITING - waiting:
-                raise HandoverError(
-                    f"{waiting} requests wait already to meet an engine, {mine} of them at "
-                    f"{address}, which may be silent; no more are taken now"
-                )
-            self._waiting[address] += 1
-        try:
-            self._threads.submit(partial(self._run, address, ask, fail), address)
-        except BaseException:
-            self._leave(address)
-            raise
+        self._threads.submit(partial(self._run, address, ask, fail), address)
 
     def close(self) -> None:
         self._threads.close()
@@ -479,8 +460,6 @@ class Meetings:
         except Exception as error:  # a bug of ours; the load still has to end
             log.exception("%s could not be asked", address)
             fail(HandoverError(f"internal error: {error!r}"))
-        finally:
-            self._leave(address)
 
     def _require_answering(self, address: str) -> None:
         with self._lock:
@@ -490,9 +469,3 @@ class Meetings:
                 return
         if why:
             raise HandoverError(f"{address} is not asked again for some seconds: {why}")
-
-    def _leave(self, address: str) -> None:
-        with self._lock:
-            self._waiting[address] -= 1
-            if not self._waiting[address]:
-                del self._waiting[address]

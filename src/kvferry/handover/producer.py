@@ -275,7 +275,7 @@ class ProducerRank(Server):
 
         assert self._pusher is not None  # the offer was not refused
         if not self._pusher.start(offer, hold.order.tables, patience, done):
-            return Refused("busy", "too many offers wait to be written")
+            return Refused("unable", "too many offers wait to be written; read")
         return None
 
     def _pushed(self, offer: Offer, outcome: Pushed | KvferryError) -> Delivered | Refused:

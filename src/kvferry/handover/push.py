@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -85,12 +86,11 @@ class Pusher:
     ) -> None:
         self._engine, self._model, self._layout = engine, model, layout
         self._bases = np.asarray(bases, dtype=np.int64)
-        self._carriers: dict[str, GrantingCarrier] = {c.name: c for c in carriers if is_granting(c)}
+        self._carrier: GrantingCarrier | None = next(filter(is_granting, carriers), None)
         self._lock = threading.Lock()
         self._targets: OrderedDict[Reader, Target] = OrderedDict()
         self._pushes: set[_Push] = set()
         self._pushes_bytes = self._targets_bytes = 0
-        self._unused: list[tuple[str, Any]] = []  # connections to close, with their carriers
         self._threads = Threads("kvferry-push", PUSH_THREADS, per_lane=THREADS_PER_TARGET)
         self._next_tidy = time.monotonic() + IDLE_SECONDS
         self._closed = False
@@ -119,9 +119,7 @@ class Pusher:
             for push in self._pushes:
                 if push.target in old:
                     push.watch.give_up()
-            for one in old:
-                self._unused += one.take_peers(drop=True)
-        self._give_back_later()
+        self._disconnect_later([one.take_peer(drop=True) for one in old])
 
     def can_serve(self, tokens: int, held: int) -> bool:
         """Whether a hold of `held` tokens can serve an offer for `tokens`."""
@@ -182,21 +180,23 @@ class Pusher:
             if self._closed:
                 return
             busy = {push.target for push in self._pushes}
-            for target in self._targets.values():  # a later push connects again
-                if target not in busy and target.used + IDLE_SECONDS <= now:
-                    self._unused += target.take_peers()
-        self._give_back_later()
+            idle = [
+                target
+                for target in self._targets.values()
+                if target not in busy and target.used + IDLE_SECONDS <= now
+            ]
+            unused = [one.take_peer() for one in idle]
+        self._disconnect_later(unused)  # a later push connects again
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             for push in self._pushes:
                 push.watch.give_up()
-            for target in self._targets.values():
-                self._unused += target.take_peers(drop=True)
+            left = [one.take_peer(drop=True) for one in self._targets.values()]
             self._targets.clear()
         self._threads.close()
-        self._give_back()
+        self._disconnect(left)
 
     # One push
 
@@ -214,8 +214,8 @@ class Pusher:
     def _write(self, push: _Push) -> Pushed:
         target, offer, watch = push.target, push.offer, push.watch
         watch.require_wanted()
-        carrier = self._carriers.get(offer.carrier)
-        if carrier is None:
+        carrier = self._carrier
+        if carrier is None or carrier.name != offer.carrier:
             raise CannotWrite(f"this engine does not write by {offer.carrier!r}")
         plan, bases = target.plan(self._engine, self._model, self._layout)
         peer = target.peer(carrier, watch)
@@ -243,23 +243,22 @@ class Pusher:
             raise
         return Pushed(bound.bytes, bound.descriptors, time.monotonic() - begun)
 
-    def _give_back_later(self) -> None:
-        """Close unused connections on a push thread, because a peer may be slow to let go."""
-        if self._closed or not self._unused:
-            return
+    def _disconnect_later(self, peers: list[Any]) -> None:
+        """Close connections on a push thread, because a peer may be slow to let go."""
         try:
-            self._threads.submit(self._give_back)
+            if any(peer is not None for peer in peers):
+                self._threads.submit(partial(self._disconnect, peers))
         except KvferryError as error:
-            log.warning("unused connections stay open for now: %s", error)
+            log.warning("unused connections stay open until this engine ends: %s", error)
 
-    def _give_back(self) -> None:
-        with self._lock:
-            unused, self._unused = self._unused, []
-        for carrier, peer in unused:
+    def _disconnect(self, peers: list[Any]) -> None:
+        for peer in peers:
+            if peer is None or self._carrier is None:
+                continue
             try:
-                self._carriers[carrier].disconnect(peer)
+                self._carrier.disconnect(peer)
             except Exception:  # no caller waits for the result
-                log.exception("a connection of %s was not given back", carrier)
+                log.exception("a connection of %s was not given back", self._carrier.name)
 
 
 @dataclass(slots=True, eq=False)
@@ -294,8 +293,8 @@ class Target:
     _planning: threading.Lock = field(default_factory=threading.Lock)
     _connecting: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # never held while waiting
-    _peers: dict[str, Any] = field(default_factory=dict)  # connections, by carrier
-    _failed: dict[str, tuple[float, str]] = field(default_factory=dict)  # by carrier: when, and why
+    _peer: Any = None  # the connection
+    _failed: tuple[float, str] = (-math.inf, "")  # when it last failed to connect, and why
     _dropped: bool = False
 
     @classmethod
@@ -338,7 +337,7 @@ class Target:
             return self._plan
 
     def peer(self, carrier: GrantingCarrier, watch: Deadline) -> Any:
-        """The connection by this carrier. `CannotWrite` is raised while there is time to read."""
+        """The connection. `CannotWrite` is raised while there is time to read."""
         left = watch.left
         wait = min(max(CONNECT_SECONDS, left / 4), left / 2, MOST_CONNECT_SECONDS)
         deadline = time.monotonic() + wait
@@ -350,24 +349,22 @@ class Target:
             watch.require_wanted()
             with self._lock:
                 self._require_not_dropped()
-                if carrier.name in self._peers:
-                    return self._peers[carrier.name]
-            when, why = self._failed.get(carrier.name, (0.0, ""))
-            if why and time.monotonic() < when + RETRY_SECONDS:
+                if self._peer is not None:
+                    return self._peer
+            when, why = self._failed
+            if time.monotonic() < when + RETRY_SECONDS:
                 raise CannotWrite(why)
             return self._connect(carrier, deadline)
         finally:
             self._connecting.release()
 
-    def take_peers(self, *, drop: bool = False) -> list[tuple[str, Any]]:
-        """Remove and return the connections, with their carriers' names; the caller closes them.
-
-        `drop`: allow no new ones.
-        """
+    def take_peer(self, *, drop: bool = False) -> Any:
+        """Remove and return the connection, if there is one; the caller closes it. `drop`: allow no
+        new one."""
         with self._lock:
             self._dropped |= drop
-            taken, self._peers = self._peers, {}
-        return list(taken.items())
+            taken, self._peer = self._peer, None
+        return taken
 
     def _require_not_dropped(self) -> None:
         if self._dropped:
@@ -383,12 +380,12 @@ class Target:
         except KvferryError as error:
             why = f"{carrier.name} does not reach the consumer: {error}"
             if not (in_haste and isinstance(error, DeadlineExceeded)):
-                self._failed[carrier.name] = (time.monotonic(), why)
+                self._failed = time.monotonic(), why
             raise CannotWrite(why) from None
         try:
             with self._lock:
                 self._require_not_dropped()
-                self._peers[carrier.name] = peer
+                self._peer = peer
         except Cancelled:
             carrier.disconnect(peer)
             raise

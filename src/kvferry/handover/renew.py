@@ -14,7 +14,8 @@ incarnation.
 
 Early tickets. If both engines get a request at the same time, its hold may not be there yet. The
 renewer then asks the producer's first rank often (`watch(early=True)`), and `arrived` tells the
-scheduler when to reserve blocks: not before the prompt is computed.
+scheduler when to reserve blocks: not before the prompt is computed. If thousands of early tickets
+wait, each question names some of them, in turn.
 
     early --open at a rank----------------------> watched
     early --closed, engine restarted or silent--> gone
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from kvferry.errors import HandoverError, IncompatibleError, KvferryError, StaleTicket
 from kvferry.handover.peers import PeerKey, require_welcome
@@ -53,6 +55,7 @@ MOST_HOLDS_PER_CALL = 4096  # of at most `MOST_HOLD_BYTES`: half of the size lim
 CLOSE_SECONDS = 5.0
 EARLY_SECONDS = 0.01  # between two questions about holds that have not arrived, to one engine
 FAILED_SECONDS = 1.0  # the same, after a question that was not answered
+MOST_EARLY_PER_CALL = 256  # such holds in one question; its rank needs 0.1 ms for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class _Address:
 class _Producer:
     renew_at: float  # when its holds are next renewed
     holds: dict[str, set[_Address]] = field(default_factory=dict)  # ranks that closed each hold
-    early: set[str] = field(default_factory=set)  # holds that have not arrived
+    early: dict[str, None] = field(default_factory=dict)  # holds that have not arrived, in turn
     early_at: float = 0.0  # when it is next asked about them
     ranks: list[_Address] = field(default_factory=list)  # empty: ask the directory
     calls: int = 0  # to its ranks, under way
@@ -82,6 +85,14 @@ class _Producer:
         if self.calls or not self.asked:
             return math.inf
         return min(self.renew_at, self.early_at) if self.early else self.renew_at
+
+    def next_early(self) -> list[str]:
+        """Holds that have not arrived, to ask about now. They come last the next time."""
+        asked = list(islice(self.early, MOST_EARLY_PER_CALL))
+        for hold in asked:
+            del self.early[hold]
+        self.early |= dict.fromkeys(asked)
+        return asked
 
 
 class Renewer:
@@ -120,7 +131,7 @@ class Renewer:
             if not engine.asked:
                 engine.failures = MOST_FAILURES - 1  # one more try
             if early:
-                engine.early.add(ticket.hold_id)
+                engine.early[ticket.hold_id] = None
             self._condition.notify()
 
     def drop(self, hold_id: str) -> None:
@@ -155,7 +166,7 @@ class Renewer:
         if key is not None:
             engine = self._engines[key]
             engine.holds.pop(hold_id, None)
-            engine.early.discard(hold_id)
+            engine.early.pop(hold_id, None)
             if not engine.holds:
                 del self._engines[key]
 
@@ -189,10 +200,11 @@ class Renewer:
         for key, engine in due.items():
             if not engine.ranks:
                 continue
-            asked = [(engine.ranks[0], list(engine.early)[:MOST_HOLDS_PER_CALL])]
             if engine.renew_at <= now:
                 engine.renew_at = now + self._interval_seconds
                 asked = [(rank, holds) for rank in engine.ranks for holds in _open_at(engine, rank)]
+            else:
+                asked = [(engine.ranks[0], engine.next_early())]
             engine.calls = len(asked)
             for rank, holds in asked:
                 body = Renew(VERSION, rank.incarnation, holds)
@@ -243,7 +255,8 @@ class Renewer:
 
     def _note(self, engine: _Producer, rank: _Address, renewed: Renewed) -> None:
         """Forget holds that all ranks have closed, and early ones that a rank has closed."""
-        engine.early.difference_update(renewed.open)
+        for hold in renewed.open:
+            engine.early.pop(hold, None)
         for hold in engine.holds.keys() & set(renewed.closed):
             engine.holds[hold].add(rank)
             if hold in engine.early or engine.holds[hold] >= set(engine.ranks):

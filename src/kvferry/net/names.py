@@ -28,7 +28,6 @@ from functools import partial
 from kvferry.errors import (
     AuthenticationError,
     DeadlineExceeded,
-    HandoverError,
     KvferryError,
     PeerLost,
     TransferError,
@@ -113,13 +112,11 @@ class Names:
 
     def __init__(self, look_up: Callable[[str], tuple[str, ...]] = look_up) -> None:
         self._look_up = look_up
-        self._threads = Threads("kvferry-names", MOST_THREADS)
+        self._threads = Threads("kvferry-names", MOST_THREADS, most_waiting=MOST_WAITING)
 
     def ask(self, host: str) -> Future[tuple[str, ...]]:
         """A name's addresses, or `PeerLost`. A caller that leaves before cancels the lookup."""
         try:
-            if self._threads.waiting >= MOST_WAITING:
-                raise HandoverError("too many others wait; does the name server answer?")
             return self._threads.call(partial(self._find, host), lane=host)
         except KvferryError as error:
             refused: Future[tuple[str, ...]] = Future()
