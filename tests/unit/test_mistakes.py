@@ -52,9 +52,9 @@ MISTAKES = [
     (["demo", "--gib", "-1"], "Invalid value for '--gib'"),
     (["demo", "--gib", "inf"], "Invalid value for '--gib'"),
     (["demo", "--requests", "0"], "Invalid value for '--requests'"),
-    (["bench", "transport", "--sizes", "a,b"], "a size of 'a'; write"),
+    (["bench", "transport", "--sizes", "a,b"], "cannot read the size 'a'; write"),
     (["bench", "transport", "--sizes", "0"], "a descriptor of 0 bytes; this measures 1 to"),
-    (["bench", "transport", "--sizes", "4096,"], "a size of ''; write"),
+    (["bench", "transport", "--sizes", "4096,"], "cannot read the size ''; write"),
     (["bench", "transport", "--carriers", "nope"], "'nope' is not measured here; choose among loc"),
     (["bench", "transport", "--seconds", "-1"], "Invalid value for '--seconds'"),
 ]

@@ -55,7 +55,9 @@ def _root(
 
 @app.command()
 def check(
-    config: Annotated[str, typer.Argument(help="The JSON of --kv-transfer-config, or @FILE.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="The JSON of --kv-transfer-config, or @FILE.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(help="A preset (see `kvferry models`) or a config.json, as for `plan`."),

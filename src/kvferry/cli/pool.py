@@ -84,8 +84,7 @@ def list_objects(
 
 @app.command()
 def verify(directory: Directory = None, as_json: Json = False) -> None:
-    """Read and check every object, and remove damaged ones. Status 1: some were damaged. Status 2:
-    none was, but some could not be read."""
+    """Check every object, remove damaged ones. Status 1: some were; 2: some cannot be read."""
     with _opened(directory) as store:
         found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:
