@@ -138,8 +138,8 @@ def plot(
     parts.append(text(WIDTH / 2, HEIGHT - 12, x_title))
     parts.append(text(0, 14, y_title, "start"))
     return (
-        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
-        f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" height="{HEIGHT}" '
+        f'role="img" aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
 
 
