@@ -141,7 +141,7 @@ def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
         f"{report.imbalance:.2f} x an even share; "
         f"{show_bytes(report.busiest_destination_bytes)} received",
         f"copies        {sum(e.descriptors for e in report.edges):,}, in "
-        f"{sum(e.runs for e in report.edges):,} runs at equal distances",
+        f"{sum(e.runs for e in report.edges):,} strided runs",
     ]
     if link_bytes_per_s:
         seconds = report.seconds(link_bytes_per_s)
