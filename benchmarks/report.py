@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvferry.cli.console import print_json, table
+from kvferry.cli.console import print_json, print_table
 from kvferry.cli.page import TableSheet
 
 WIDTH = 160  # of tables that go to a file
@@ -62,7 +62,7 @@ def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Sequen
         console = Console(width=WIDTH)
     for sheet in sheets:
         console.print(sheet.title, style="bold", highlight=False, markup=False)
-        console.print(table(sheet.head, sheet.rows))
+        print_table(sheet.head, sheet.rows)
         console.print()
     for note in notes:
         print(note)

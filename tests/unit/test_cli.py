@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry import __version__
+from kvferry.cli.console import print_table
 from kvferry.cli.main import app
 from kvferry.units import parse_link, show_bytes, show_seconds
 
@@ -55,6 +56,15 @@ def test_large_numbers_stay_whole_on_a_narrow_terminal() -> None:
     words = ["plan", "--from", "tp=4", "--to", "tp=8", "--tokens", "100000000"]
     result = runner.invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0 and result.stdout.count("  500,000,000  500,000,000  ") == 8
+
+
+def test_a_table_that_is_wider_than_the_terminal_is_printed_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(["case", *"abcdefgh"], [["a name", *["1,234,567 x"] * 8]])
+    said = capsys.readouterr().out
+    assert said.count("1,234,567 x") == 8 and "name" in said and "…" not in said
 
 
 def test_a_file_in_the_place_of_the_default_folder_is_noticed_before_the_work(

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from kvferry import SUPPORTED_VLLM, __version__
 from kvferry.cli import pool, router
 from kvferry.cli.bench import bench
-from kvferry.cli.console import Commands, Json, err, print_json, refusals, table
+from kvferry.cli.console import Commands, Json, err, print_json, print_table, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
 from kvferry.cli.simulate import simulate
@@ -129,7 +129,7 @@ def _sweep(pairs: int, seed: int, processes: int, as_json: bool) -> bool:
         return report.mismatches == 0
     console = Console()
     shares = [(name, f"{share:.1%}") for name, share in report.mix.items()]
-    console.print(table(["share of pairs", ""], shares))
+    print_table(["share of pairs", ""], shares)
     console.print(
         f"\n{report.pairs:,} pairs, {report.mismatches} mismatches, "
         f"{report.refused:,} refused rightly, {report.seconds:.1f} s",

@@ -13,7 +13,7 @@ from html import escape
 
 from rich.console import Console
 
-from kvferry.cli.console import table
+from kvferry.cli.console import print_table
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
@@ -53,7 +53,7 @@ class Page:
         console = Console()
         for sheet in self.sheets:
             console.print(f"[bold]{sheet.title}[/]", highlight=False)
-            console.print(table(sheet.head, sheet.rows))
+            print_table(sheet.head, sheet.rows)
             console.print()
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)

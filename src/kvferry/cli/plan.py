@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
+from kvferry.cli.console import Html, Json, keep_page, print_json, print_table, refusals
 from kvferry.layout.hf import load_model, presets
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import EdgeReport, PlanReport, report
@@ -39,7 +39,7 @@ def models() -> None:
             for g in model.groups
         )
         rows.append((name, str(model.num_layers), groups, show_bytes(model.token_bytes())))
-    Console().print(table(["model", "layers", "groups", "cache a token"], rows, words=4))
+    print_table(["model", "layers", "groups", "cache a token"], rows, words=4)
 
 
 def plan(
@@ -103,7 +103,7 @@ def _print(console: Console, report: PlanReport, link_bytes_per_s: float | None)
         _row(edge, report.total_bytes, link_bytes_per_s)
         for edge in sorted(shown, key=lambda e: (e.src, e.dst))
     ]
-    console.print(table([*head, "time"] if link_bytes_per_s else head, rows, words=4))
+    print_table([*head, "time"] if link_bytes_per_s else head, rows, words=4)
     if len(shown) < len(report.edges):
         console.print(f"  ... and {len(report.edges) - len(shown)} smaller edges (see --html)")
     console.print()

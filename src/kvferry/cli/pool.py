@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli.console import Commands, Json, err, print_json, refusals, table
+from kvferry.cli.console import Commands, Json, err, print_json, print_table, refusals
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.disk import DISK_LINK
 from kvferry.pool.embedded.index import peek
@@ -79,7 +78,7 @@ def list_objects(
         (o.key, f"{o.bytes:,}", o.tier, str(o.turns), str(o.depth), show_seconds(o.idle_seconds))
         for o in listed
     ]
-    Console().print(table(["key", "bytes", "tier", "turns", "depth", "idle"], rows))
+    print_table(["key", "bytes", "tier", "turns", "depth", "idle"], rows)
 
 
 @app.command()
