@@ -53,13 +53,13 @@ def _opened(directory: Path | None) -> Iterator[EmbeddedStore]:
 def stats(directory: Directory = None, as_json: Json = False) -> None:
     """Show what the store holds, and its counters."""
     with _opened(directory) as store:
-        values = {**store.counters(), "policy": store.learned()}
+        counters, learned = store.counters(), store.learned()
     if as_json:
-        print_json(values)
+        print_json({**counters, "policy": learned})
         return
-    for name, value in values.items():
-        shown = show_bytes(value) if isinstance(value, int) and "bytes" in name else value
-        print(f"{name:16} {shown}")
+    for name, value in {**counters, **learned}.items():
+        shown = show_bytes(value) if "bytes" in name else f"{value:,.10g}"
+        print(f"{name:24} {shown}")
 
 
 @app.command("ls")
