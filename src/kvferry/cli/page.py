@@ -52,7 +52,7 @@ class Page:
     def print(self) -> None:
         console = Console()
         for sheet in self.sheets:
-            console.print(f"[bold]{sheet.title}[/]", highlight=False)
+            console.print(sheet.title, style="bold", highlight=False, markup=False)
             print_table(sheet.head, sheet.rows)
             console.print()
         for note in self.notes:
