@@ -56,13 +56,19 @@ def test_large_numbers_stay_whole_on_a_narrow_terminal() -> None:
     assert result.exit_code == 0 and result.stdout.count("  500,000,000  500,000,000  ") == 8
 
 
-def test_a_table_that_is_wider_than_the_terminal_is_printed_whole(
+def test_a_narrow_terminal_cuts_nothing_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     print_table(["case", *"abcdefgh"], [["a name", *["1,234,567 x"] * 8]])
     said = capsys.readouterr().out
     assert said.count("1,234,567 x") == 8 and "name" in said and "…" not in said
+    monkeypatch.setenv("COLUMNS", "60")
+    engine = ["http://10.0.0.1:8100", "not up yet: cannot connect, for a long reason", "0"]
+    print_table(["engine", "state", "in flight"], [engine], words=2)
+    said = capsys.readouterr().out
+    assert "http://10.0.0.1:8100" in said and "reason" in said and "…" not in said
+    assert max(map(len, said.splitlines())) <= 60
 
 
 def test_a_file_in_the_place_of_the_default_folder_is_noticed_before_the_work(

@@ -110,18 +110,19 @@ def say(line: str) -> None:
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
     """A table whose first `words` columns are words; all others are numbers.
 
-    Where the terminal is too narrow, words wrap, then lines do. Numbers stay whole.
+    Where the terminal is too narrow, sentences wrap, then lines do. All else stays whole.
     """
     tight = len(head) > 9  # one space between columns, so that they fit a terminal of 80
     made = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=tight)
     for index, (title, *cells) in enumerate(zip(head, *(rows := [*rows]), strict=True)):
-        number = index >= words
+        wraps = index < words and any(" " in cell for cell in cells)
         widest = max(len(line) for text in (title, *cells) for line in text.split("\n"))
         made.add_column(
             title,
-            justify="right" if number else "left",
-            no_wrap=number,
-            min_width=widest if number else None,
+            justify="left" if index < words else "right",
+            overflow="fold",
+            no_wrap=not wraps,
+            min_width=None if wraps else widest,
         )
     for row in rows:
         made.add_row(*map(escape, row))
