@@ -63,12 +63,13 @@ def test_a_narrow_terminal_cuts_nothing_off(
     print_table(["case", *"abcdefgh"], [["a name", *["1,234,567 x"] * 8]])
     said = capsys.readouterr().out
     assert said.count("1,234,567 x") == 8 and "name" in said and "…" not in said
-    monkeypatch.setenv("COLUMNS", "60")
-    engine = ["http://10.0.0.1:8100", "not up yet: cannot connect, for a long reason", "0"]
-    print_table(["engine", "state", "in flight"], [engine], words=2)
+    monkeypatch.setenv("COLUMNS", "80")
+    state = "not up yet: cannot connect: [Errno 111] Connect call failed ('127.0.0.1', 19103)"
+    engine = ["http://127.0.0.1:19103", "decode", state, "the command line", "0"]
+    print_table(["engine", "roles", "state", "from", "in flight"], [engine], words=4)
     said = capsys.readouterr().out
-    assert "http://10.0.0.1:8100" in said and "reason" in said and "…" not in said
-    assert max(map(len, said.splitlines())) <= 60
+    assert engine[0] in said and "19103)" in said and "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_a_file_in_the_place_of_the_default_folder_is_noticed_before_the_work(
