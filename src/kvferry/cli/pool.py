@@ -21,7 +21,7 @@ from kvferry.pool.embedded.index import peek
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.units import parse_size, show_bytes, show_seconds
 
-app = Commands(help="The embedded store of this host.", no_args_is_help=True)
+app = Commands(help="Show, check and shrink the embedded store of this host.", no_args_is_help=True)
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
