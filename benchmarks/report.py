@@ -10,12 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from kvferry.cli.console import print_json, table
-from kvferry.cli.page import TableSheet
-
-WIDTH = 160  # of tables that go to a file
+from kvferry.cli.console import print_json
+from kvferry.cli.page import Page, TableSheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +52,8 @@ def tell(result: Any, as_json: bool, sheets: Sequence[TableSheet], notes: Sequen
     """The result as one JSON value, or as tables, with the notes below them."""
     if as_json:
         print_json(result)
-        return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    for sheet in sheets:
-        console.print(sheet.title, style="bold", highlight=False, markup=False)
-        console.print(table(sheet.head, sheet.rows))
-        console.print()
-    for note in notes:
-        print(note)
+    else:
+        Page("", "", "", sheets, [str(note) for note in notes], ()).print()
 
 
 @dataclass(slots=True)

@@ -198,7 +198,7 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
 def plot(points: Sequence[Point], path: Path) -> None:
     """Goodput and the 99th percentile of gaps by rate, as an SVG of two plots."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * PLOT_WIDTH}" height="{PLOT_HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PLOT_WIDTH}" height="{2 * PLOT_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
@@ -220,7 +220,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
             Curve(who, colour, [(rate, y) for (name, rate), y in values.items() if name == who])
             for who, colour in zip(dict.fromkeys(p.who for p in points), COLOURS, strict=False)
         ]
-        parts.append(f'<g transform="translate({number * PLOT_WIDTH} 20)">')
+        parts.append(f'<g transform="translate(0 {number * PLOT_HEIGHT + 20})">')
         parts.append(f'<text x="20" font-weight="bold">{title}</text>')
         if drawn := [line for line in lines if line.points]:
             parts.append(page.plot(drawn, "requests a second", ""))

@@ -36,7 +36,9 @@ def parse_size(value: object) -> int:
         return value
     match = _SIZE.fullmatch(str(value))
     if match is None:
-        raise DescriptionError(f"a size of {value!r}; write 80GB, 512MB or a number of bytes")
+        raise DescriptionError(
+            f"cannot read the size {value!r}; write 80GB, 512MB or a number of bytes"
+        )
     amount, unit = match.groups()
     return int(float(amount) * _BYTES[unit.lower()])
 

@@ -94,7 +94,7 @@ def test_wrong_bytes_are_said_and_are_the_exit_code(
     monkeypatch.setattr(run_module, "run_demo", lambda *_, **__: wrong)
     done = CliRunner().invoke(app, ["demo", "--html", str(tmp_path / "plan.html")])
     assert done.exit_code == 1
-    assert "WRONG    3 bytes differ" in done.stdout
+    assert "WRONG    3 bytes differ," in done.stdout
 
 
 def test_a_rank_that_dies_ends_the_demo() -> None:
@@ -136,7 +136,6 @@ def test_auto_leaves_out_what_the_system_forbids(tmp_path: Path) -> None:
     result = result_of(forbidden(tmp_path))
     assert result["method"] == "tcp"
     assert "ruled out: local: the system does not let" in result["why"]
-    assert "not opened: " in result["why"] and "nixl: it " in result["why"]
 
 
 def test_auto_takes_the_fastest() -> None:
@@ -144,7 +143,7 @@ def test_auto_takes_the_fastest() -> None:
     assert result.ok and result.method == "local"
     assert "the first that both have" in result.why
     assert "ruled out" not in result.why
-    assert f"method   local: {result.why}" in describe(result)
+    assert f"carrier  local: {result.why}" in describe(result)
 
 
 @pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")

@@ -37,6 +37,8 @@ def test_commands(tmp_path: Path) -> None:
     values = json.loads(runner.invoke(app, ["pool", "stats", *where, "--json"]).stdout)
     assert values["objects"] == 20 and values["bytes"] == 2_000_000
     assert values["demoted"] > 0 and values["policy"]["requests"] == 1
+    said = runner.invoke(app, ["pool", "stats", *where]).stdout
+    assert "bytes                    1.9 MiB" in said and "requests                 1\n" in said
     listed = json.loads(runner.invoke(app, ["pool", "ls", *where, "--json"]).stdout)
     assert {one["key"] for one in listed} == set(keys)
     assert {one["tier"] for one in listed} >= {"memory", "disk"}

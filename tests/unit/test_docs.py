@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from kvferry.cli.main import app
+from kvferry.net.messages import VERSION
 from kvferry.pool.orders import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +141,11 @@ def test_quoted_messages_are_the_codes_own() -> None:
     assert len(quoted) > 20
     said = "\n".join(_texts())
     assert [text for text in quoted if text not in said] == []
+
+
+def test_the_protocol_page_is_of_this_version() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    assert f"version {VERSION}." in page and f"Version {VERSION} " in page
 
 
 def test_files_and_methods_that_the_design_names_exist() -> None:

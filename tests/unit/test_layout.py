@@ -254,6 +254,18 @@ class TestHuggingFace:
         own = model_from_config(config, cache_dtype="bfloat16")
         assert {c.content for c in own.groups[0].components} == {"bfloat16"}
 
+    @pytest.mark.parametrize(
+        ("method", "content"), [("compressed-tensors", "bfloat16"), ("modelopt", "fp8_e4m3")]
+    )
+    def test_scales_for_latents_count_only_where_vllm_uses_them(
+        self, method: str, content: str
+    ) -> None:
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        quantization = {"quant_method": method, "kv_cache_scheme": scheme}
+        config = {**presets()["deepseek-v2"], "quantization_config": quantization}
+        (latent,) = model_from_config(config).groups[0].components
+        assert latent.content == content
+
     def test_a_checkpoint_with_a_cache_that_is_not_known(self) -> None:
         quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
         config = {**presets()["llama-3.1-8b"], "quantization_config": quantization}

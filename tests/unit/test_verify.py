@@ -5,7 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +60,26 @@ def test_random_pairs_agree_with_the_oracle() -> None:
         assert told["mix"][name] > 0.02, name
     assert {f"model_{kind}" for kind in KINDS} <= set(told["mix"])
     assert 0 < told["refused"] < 0.2 * PAIRS
+
+
+def test_an_interrupt_ends_a_sweep() -> None:
+    """Ctrl-C reaches all processes. None of them goes on to the pairs that wait."""
+    command = (
+        "from kvferry.verify.sweep import run; run(10**5, 1, 2, lambda n: print(n, flush=True))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as sweeping:
+        try:
+            assert sweeping.stdout is not None and sweeping.stdout.readline()
+            os.killpg(sweeping.pid, signal.SIGINT)
+            assert sweeping.wait(60) != 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(sweeping.pid, signal.SIGKILL)
 
 
 def test_a_case_is_replayed_alone() -> None:

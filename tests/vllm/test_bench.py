@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from benchmarks.plan import measure
-from kvferry.bench.plan import CASES
+from benchmarks.plan import CASES, measure
 from kvferry.layout.hf import load_model
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -23,6 +23,7 @@ from kvferry.errors import DescriptionError, KvferryError
 err = Console(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+WIDEST = 1000  # columns of a table that no terminal has room for
 OUT = Path("out")  # the only folder that is made for pages
 
 
@@ -65,20 +66,6 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                print(end="", flush=True)  # or the interpreter would, after the last handler
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), 1)  # for what is left of the output
-            err.print(f"[bold red]error:[/] cannot write the output: {error.strerror}")
-            raise typer.Exit(2) from None
-
     def get_params(self, ctx: Any) -> Any:
         return _flags_without_type(super().get_params(ctx))
 
@@ -120,16 +107,28 @@ def say(line: str) -> None:
     err.print(line, style="dim", highlight=False)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table whose first `words` columns are words; all others are numbers."""
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
+    """A table whose first `words` columns are words; all others are numbers.
+
+    Where the terminal is too narrow, sentences wrap, then lines do. All else stays whole.
+    """
     tight = len(head) > 9  # one space between columns, so that they fit a terminal of 80
     made = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=tight)
-    for index, title in enumerate(head):
-        number = index >= words  # where room is short, words wrap, and numbers stay whole
-        made.add_column(title, justify="right" if number else "left", no_wrap=number)
+    for index, (title, *cells) in enumerate(zip(head, *(rows := [*rows]), strict=True)):
+        wraps = index < words and any(" " in cell for cell in cells)
+        widest = max(len(line) for text in (title, *cells) for line in text.split("\n"))
+        made.add_column(
+            title,
+            justify="left" if index < words else "right",
+            overflow="fold",
+            no_wrap=not wraps,
+            min_width=None if wraps else widest,
+        )
     for row in rows:
         made.add_row(*map(escape, row))
-    return made
+    console = Console()
+    least = Measurement.get(console, console.options.update(max_width=WIDEST), made).minimum
+    Console(width=max(console.width, least)).print(made)
 
 
 def keep_page(path: Path, page: str, what: str) -> None:

@@ -80,25 +80,22 @@ def demo(
 def describe(result: DemoResult) -> list[str]:
     """The result in a few lines for people."""
     lines = [
-        f"moved    {show_bytes(result.bytes)} of KV cache in {result.requests:,} requests "
-        f"({result.tokens:,} tokens, {result.skipped_tokens:,} of them already there), "
-        f"{result.descriptors:,} descriptors",
+        f"moved    {show_bytes(result.bytes)} of KV cache: {result.requests:,} requests, "
+        f"{result.tokens:,} tokens, {result.descriptors:,} copies",
         f"from     {result.model}, {result.src} ({result.src_ranks} processes)",
         f"to       {result.model}, {result.dst} ({result.dst_ranks} processes)",
-        f"speed    {result.gb_per_s:.2f} GB/s by method {result.method} "
-        f"({result.transfer_seconds:.2f} s, with claims, planning and last words; "
-        f"{result.copy_gb_per_s:.2f} GB/s reading alone); {result.seconds:.1f} s in all",
+        f"carrier  {result.method}" + (f": {result.why}" if result.method != result.asked else ""),
+        f"speed    {result.copy_gb_per_s:.2f} GB/s reading; {result.gb_per_s:.2f} GB/s with "
+        "claims, planning and last words",
     ]
     if result.ok:
-        lines.append(
-            f"checked  every byte: {result.checked_bytes:,} arrived where they belong, and "
-            f"{result.guarded_bytes:,} that nothing may write are unchanged or zero"
-        )
-    else:
-        lines.append(
-            f"WRONG    {result.mismatched_bytes:,} bytes differ ({result.checked_bytes:,} that "
-            f"should have arrived and {result.guarded_bytes:,} others were compared)"
-        )
-    if result.method != result.asked:
-        lines.append(f"method   {result.method}: {result.why}")
-    return lines
+        return [
+            *lines,
+            f"checked  every byte: {result.checked_bytes:,} arrived where they belong,",
+            f"         {result.guarded_bytes:,} that nothing may write are unchanged or zero",
+        ]
+    return [
+        *lines,
+        f"WRONG    {result.mismatched_bytes:,} bytes differ, of {result.checked_bytes:,} that "
+        f"should have arrived and {result.guarded_bytes:,} others",
+    ]

@@ -414,7 +414,8 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
         yield Finding(address, "broken", str(error), advice)
         return
     taken = "our secret is accepted" if settings.secret else "it belongs to this user"
-    said = f"engine {seen.engine_id} ({seen.model}), {len(seen.ranks)} ranks; {taken}"
+    ranks = "1 rank" if len(seen.ranks) == 1 else f"{len(seen.ranks)} ranks"
+    said = f"engine {seen.engine_id} ({seen.model}), {ranks}; {taken}"
     yield Finding(address, "ok", said)
     if not seen.ranks:
         yield Finding("ranks", "missing", "its workers are still starting", "try again")
@@ -423,10 +424,10 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
     if not settings.host and not is_loopback(own):
         advice = f'for nixl and mooncake, an engine here needs it: "host": "{own}"'
         yield Finding("host", "info", f"this host reaches it from {own}", advice)
-    ranks = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
+    by_name = {f"rank ({rank.pp_rank}, {rank.tp_rank})": rank for rank in seen.ranks}
     names = sorted({name for rank in seen.ranks for name in rank.carriers})
     with ThreadPoolExecutor(len(names) or 1) as pool:
-        tries = pool.map(partial(_try_ranks, ranks, replace(settings, host=own)), names)
+        tries = pool.map(partial(_try_ranks, by_name, replace(settings, host=own)), names)
         tried = dict(zip(names, tries, strict=True))
     for name, by_rank in tried.items():
         first, must = next(iter(by_rank.values())), named(settings, name)
@@ -436,7 +437,7 @@ def look_at_peer(address: str, settings: FerryConfig) -> Iterator[Finding]:
         for where, one in by_rank.items():
             good = f"connects in {one.milliseconds:.1f} ms"
             yield _reached(f"{name}, {where}", one, must, good)
-    for where, rank in ranks.items():
+    for where, rank in by_name.items():
         reach = {name: by_rank[where] for name, by_rank in tried.items() if where in by_rank}
         gpu = has_gpu() and "cuda" in rank.carriers
         found = choose(f"chosen, {where}", settings, gpu, reach)

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from kvferry import SUPPORTED_VLLM, __version__
 from kvferry.cli import pool, router
 from kvferry.cli.bench import bench
-from kvferry.cli.console import Commands, Json, err, print_json, refusals, table
+from kvferry.cli.console import Commands, Json, err, print_json, print_table, refusals
 from kvferry.cli.demo import demo
 from kvferry.cli.plan import models, plan
 from kvferry.cli.simulate import simulate
@@ -31,11 +31,6 @@ SHOWN_MISMATCHES = 5
 app = Commands(
     help="Moves and shares KV caches between LLM engines of any shape.", no_args_is_help=True
 )
-for command in (plan, demo, models, simulate):
-    app.command()(command)
-app.add_typer(bench, name="bench")
-app.add_typer(pool.app, name="pool")
-app.add_typer(router.app, name="router")
 
 
 def _version(asked: bool) -> None:
@@ -53,16 +48,17 @@ def _root(
     """Options of the command itself."""
 
 
-@app.command()
 def check(
-    config: Annotated[str, typer.Argument(help="The JSON of --kv-transfer-config, or @FILE.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="The JSON of --kv-transfer-config, or @FILE.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(help="A preset (see `kvferry models`) or a config.json, as for `plan`."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show all that an engine would refuse in a configuration. Status 1: something."""
+    """Show what an engine would refuse of its configuration. Status 1: something."""
     from kvferry.vllm import check as engine
 
     found: list[str] = []
@@ -97,7 +93,6 @@ def check(
     raise typer.Exit(1 if found else 0)
 
 
-@app.command()
 def verify(
     pairs: Annotated[int, typer.Option(help="Random pairs of shapes to check.", min=1)] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pairs.")] = 1,
@@ -127,7 +122,7 @@ def _sweep(pairs: int, seed: int, processes: int, as_json: bool) -> bool:
         return report.mismatches == 0
     console = Console()
     shares = [(name, f"{share:.1%}") for name, share in report.mix.items()]
-    console.print(table(["share of pairs", ""], shares))
+    print_table(["share of pairs", ""], shares)
     console.print(
         f"\n{report.pairs:,} pairs, {report.mismatches} mismatches, "
         f"{report.refused:,} refused rightly, {report.seconds:.1f} s",
@@ -151,7 +146,6 @@ def _replay(seed: int, pair: int, as_json: bool) -> bool:
     return not result.mismatch
 
 
-@app.command()
 def doctor(
     peer: Annotated[str | None, typer.Option(help="Directory of an engine, host:port.")] = None,
     carriers: Annotated[str, typer.Option(help="Carriers you configured, with commas.")] = "",
@@ -170,3 +164,9 @@ def doctor(
         settings = read_settings(carriers, options, host, secret_file)
         status = examine(settings, peer, as_json)
     raise typer.Exit(status)
+
+
+for command in (demo, plan, models, check, doctor, verify, simulate):  # as help lists them
+    app.command()(command)
+for group, name in ((router.app, "router"), (pool.app, "pool"), (bench, "bench")):
+    app.add_typer(group, name=name)

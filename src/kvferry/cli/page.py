@@ -13,7 +13,7 @@ from html import escape
 
 from rich.console import Console
 
-from kvferry.cli.console import table
+from kvferry.cli.console import print_table
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 56  # pixels of a plot
 KEY = 120  # pixels beside it, for the names of its lines
@@ -52,8 +52,8 @@ class Page:
     def print(self) -> None:
         console = Console()
         for sheet in self.sheets:
-            console.print(f"[bold]{sheet.title}[/]", highlight=False)
-            console.print(table(sheet.head, sheet.rows))
+            console.print(sheet.title, style="bold", highlight=False, markup=False)
+            print_table(sheet.head, sheet.rows)
             console.print()
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -68,7 +68,7 @@ class Page:
    color: #1b1f24; background: #fff }}
  table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
  th, td {{ padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #d8dee4 }}
- th:first-child, td:first-child {{ text-align: left }}
+ th:first-child, td:first-child {{ text-align: left; white-space: nowrap }}
  svg text {{ font: 12px system-ui, sans-serif; fill: currentColor }}
  @media (prefers-color-scheme: dark) {{ body {{ color: #e6edf3; background: #0d1117 }} }}
 </style></head><body>
@@ -136,10 +136,10 @@ def plot(
         parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{at}" y2="{at}" {look}/>')
         parts.append(text(left + 32, at + 4, line.name, "start"))
     parts.append(text(WIDTH / 2, HEIGHT - 12, x_title))
-    parts.append(text(MARGIN, 14, y_title, "end"))
+    parts.append(text(0, 14, y_title, "start"))
     return (
-        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" role="img" '
-        f'aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {WIDTH + KEY} {HEIGHT}" width="{WIDTH + KEY}" height="{HEIGHT}" '
+        f'role="img" aria-label="{escape(y_title)} by {escape(x_title)}">{"".join(parts)}</svg>'
     )
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli.console import Html, Json, keep_page, print_json, refusals, table
+from kvferry.cli.console import Html, Json, keep_page, print_json, print_table, refusals
 from kvferry.layout.hf import load_model, presets
 from kvferry.layout.shape import EngineShape
 from kvferry.plan.report import EdgeReport, PlanReport, report
@@ -39,11 +39,11 @@ def models() -> None:
             for g in model.groups
         )
         rows.append((name, str(model.num_layers), groups, show_bytes(model.token_bytes())))
-    Console().print(table(["model", "layers", "groups", "cache a token"], rows, words=4))
+    print_table(["model", "layers", "groups", "cache a token"], rows, words=4)
 
 
 def plan(
-    src: Annotated[str, typer.Option("--from", help="Source shape: tp=4,pp=2,block=16,...")],
+    src: Annotated[str, typer.Option("--from", help="Source shape, such as tp=4,pp=2.")],
     dst: Annotated[str, typer.Option("--to", help="Destination shape.")],
     model: Annotated[
         str, typer.Option(help="A preset (see `kvferry models`) or a config.json.")
@@ -59,7 +59,9 @@ def plan(
     draft_layers: Annotated[
         int, typer.Option(help="Layers of a draft model (MTP, Eagle).", min=0, max=1024)
     ] = 0,
-    contiguous: Annotated[bool, typer.Option(help="Blocks in a row, not scattered.")] = False,
+    contiguous: Annotated[
+        bool, typer.Option("--contiguous", help="Blocks in a row, not scattered.")
+    ] = False,
     as_json: Json = False,
     html: Html = None,
 ) -> None:
@@ -95,13 +97,13 @@ def _print(console: Console, report: PlanReport, link_bytes_per_s: float | None)
     console.print(f"[bold]{escape(report.model)}[/], {report.tokens:,} tokens", highlight=False)
     console.print(f"  from  {report.src}", highlight=False)
     console.print(f"  to    {report.dst}\n", highlight=False)
-    head = ["from", "to", "layers", "heads", "bytes", "share", "runs", "copies", "mean run"]
+    head = ["from", "to", "layers", "heads", "bytes", "share", "runs", "copies", "mean copy"]
     shown = sorted(report.edges, key=lambda e: -e.bytes)[:MOST_ROWS]
     rows = [
         _row(edge, report.total_bytes, link_bytes_per_s)
         for edge in sorted(shown, key=lambda e: (e.src, e.dst))
     ]
-    console.print(table([*head, "time"] if link_bytes_per_s else head, rows, words=4))
+    print_table([*head, "time"] if link_bytes_per_s else head, rows, words=4)
     if len(shown) < len(report.edges):
         console.print(f"  ... and {len(report.edges) - len(shown)} smaller edges (see --html)")
     console.print()
@@ -138,13 +140,13 @@ def _summary(report: PlanReport, link_bytes_per_s: float | None) -> list[str]:
         f"busiest rank  {show_bytes(report.busiest_source_bytes)} sent, "
         f"{report.imbalance:.2f} x an even share; "
         f"{show_bytes(report.busiest_destination_bytes)} received",
-        f"descriptors   {sum(e.descriptors for e in report.edges):,} "
-        f"({sum(e.runs for e in report.edges):,} strided runs)",
+        f"copies        {sum(e.descriptors for e in report.edges):,}, in "
+        f"{sum(e.runs for e in report.edges):,} strided runs",
     ]
     if link_bytes_per_s:
         seconds = report.seconds(link_bytes_per_s)
         lines.append(
-            f"predicted     {show_seconds(seconds)} at {link_bytes_per_s / 1e9:g} GB/s a rank "
-            "(bandwidth alone; short runs add the carrier's cost per descriptor)"
+            f"predicted     {show_seconds(seconds)} at {link_bytes_per_s / 1e9:g} GB/s a rank; "
+            "short copies take longer"
         )
     return lines

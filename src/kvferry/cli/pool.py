@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from kvferry.cli.console import Commands, Json, err, print_json, refusals, table
+from kvferry.cli.console import Commands, Json, err, print_json, print_table, refusals
 from kvferry.errors import StoreError
 from kvferry.pool.embedded.disk import DISK_LINK
 from kvferry.pool.embedded.index import peek
 from kvferry.pool.embedded.store import EmbeddedStore, default_directory
 from kvferry.units import parse_size, show_bytes, show_seconds
 
-app = Commands(help="The embedded store of this host.", no_args_is_help=True)
+app = Commands(help="Show, check and shrink the embedded store of this host.", no_args_is_help=True)
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="The store's directory (default: this user's).")
@@ -54,13 +53,13 @@ def _opened(directory: Path | None) -> Iterator[EmbeddedStore]:
 def stats(directory: Directory = None, as_json: Json = False) -> None:
     """Show what the store holds, and its counters."""
     with _opened(directory) as store:
-        values = {**store.counters(), "policy": store.learned()}
+        counters, learned = store.counters(), store.learned()
     if as_json:
-        print_json(values)
+        print_json({**counters, "policy": learned})
         return
-    for name, value in values.items():
-        shown = show_bytes(value) if isinstance(value, int) and "bytes" in name else value
-        print(f"{name:16} {shown}")
+    for name, value in {**counters, **learned}.items():
+        shown = show_bytes(value) if "bytes" in name else f"{value:,.10g}"
+        print(f"{name:24} {shown}")
 
 
 @app.command("ls")
@@ -79,13 +78,12 @@ def list_objects(
         (o.key, f"{o.bytes:,}", o.tier, str(o.turns), str(o.depth), show_seconds(o.idle_seconds))
         for o in listed
     ]
-    Console().print(table(["key", "bytes", "tier", "turns", "depth", "idle"], rows))
+    print_table(["key", "bytes", "tier", "turns", "depth", "idle"], rows)
 
 
 @app.command()
 def verify(directory: Directory = None, as_json: Json = False) -> None:
-    """Read and check every object, and remove damaged ones. Status 1: some were damaged. Status 2:
-    none was, but some could not be read."""
+    """Check every object, remove damaged ones. Status 1: some were; 2: some cannot be read."""
     with _opened(directory) as store:
         found = store.verify(time.monotonic() + LONG_SECONDS)
     if as_json:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
-from kvferry.cli.console import Commands, Json, err, print_json, refusals, say, table
+from kvferry.cli.console import Commands, Json, err, print_json, print_table, refusals, say
 from kvferry.errors import DescriptionError, KvferryError, install_command
 from kvferry.router.api import Limits, RouterConfig, base_url
 from kvferry.router.keys import admin_token
@@ -121,7 +120,7 @@ def show(at: Router = HERE, token_file: Token = None, ca: Ca = None, as_json: Js
         (e["url"], "+".join(e["roles"]), _state(e), e["source"], str(e["in_flight"]))
         for e in engines
     ]
-    Console().print(table(["engine", "roles", "state", "from", "in flight"], rows, words=4))
+    print_table(["engine", "roles", "state", "from", "in flight"], rows, words=4)
 
 
 @app.command()

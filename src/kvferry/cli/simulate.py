@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from kvferry.cli.console import Html, Json, keep_page, refusals, table
+from kvferry.cli.console import Html, Json, keep_page, print_table, refusals
 from kvferry.cli.page import Curve, Page, TableSheet, plot
 from kvferry.errors import DescriptionError
 from kvferry.simulate.engine import MEASURED, read_rates
@@ -83,7 +83,7 @@ def simulate(
     console = Console()
     for line in about:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(table(HEAD, [_row(run) for run in runs]))
+    print_table(HEAD, [_row(run) for run in runs])
     real = sum(run.real_seconds for run in runs)
     count = sum(run.requests for run in runs)
     console.print(f"{count:,} requests in {real:.1f} s", highlight=False)

@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from kvferry.carriers.auto import AUTO, CARRIERS, select
+from kvferry.carriers.auto import AUTO, CARRIERS
 from kvferry.demo.rank import (
     LOOPBACK,
     Checked,
@@ -138,7 +138,7 @@ def run_demo(
         if min(delivered) < len(work.requests):
             raise TransferError(f"of {len(work.requests)} holds, ranks closed {delivered}")
         checked: list[Checked] = ranks.ask(ranks.decode, "check")
-    way, why = _reached(transport, [link for one in moved for link in one.links])
+    way, why = _reached([link for one in moved for link in one.links])
     total = sum(one.bytes for one in moved)
     return DemoResult(
         requests=len(work.requests),
@@ -180,16 +180,12 @@ def available_bytes() -> int:
     return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
 
 
-def _reached(transport: str, links: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def _reached(links: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """The carriers that moved bytes, and the reason for each."""
     ways: dict[str, str] = {}
     for name, why in links:
         ways.setdefault(f"{name}, by tcp" if "(by tcp: " in why else name, why)
-    reasons = list(ways.values())
-    if transport == AUTO:
-        out = [f"{c.name}: {c.why_not}" for c in select([AUTO]) if c.why_not]
-        reasons.append(f"not opened: {'; '.join(out)}")
-    return " and ".join(ways), ". ".join(reasons)
+    return " and ".join(ways), ". ".join(ways.values())
 
 
 class Prefill:

@@ -111,7 +111,7 @@ def model_from_config(
     named = text.get("mamba_ssm_cache_dtype") or text.get("mamba_ssm_dtype")  # Nemotron-H, Qwen 3.5
     try:
         if cache_dtype == "auto":
-            cache_dtype = _quantized(text.get("quantization_config") or {}) or own
+            cache_dtype = _quantized(text) or own
         reader = ConfigReader(
             text,
             cache_dtype=(
@@ -159,8 +159,9 @@ def _read(config: str | Path | Config) -> Config:
     return data
 
 
-def _quantized(config: Config) -> str | None:
+def _quantized(model: Config) -> str | None:
     """The cache type that vLLM takes from a checkpoint with scales for its attention caches."""
+    config = model.get("quantization_config") or {}
     config = {**config, **(config.get("quantization") or {})}
     scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
@@ -168,6 +169,8 @@ def _quantized(config: Config) -> str | None:
     method, scheme = str(config.get("quant_method")), str(scheme).lower()
     if method.startswith("modelopt"):
         return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(scheme)
+    if model.get("kv_lora_rank"):
+        return None  # scales of compressed-tensors reach vLLM's attention layers, not its MLA ones
     return "fp8" if method == "compressed-tensors" and scheme == "fp8" else None
 
 

@@ -407,8 +407,8 @@ class RouterConfig:
             raise DescriptionError(f"--place must be cost or load; found {self.place!r:.80}")
         if not (self.decode or self.both or self.fleet_file or self.token):
             raise DescriptionError(
-                "a router needs at least one decode engine; none was given. Name one, or a fleet "
-                "file, or a token with which engines can be added later"
+                "a router needs at least one decode engine; none was given. Name one with --decode "
+                "or --engine, or give a --fleet file, or a --token-file to add engines later"
             )
         self.specs()
 

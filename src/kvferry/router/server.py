@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.config import STARTUP_FAILURE
 
 from kvferry.errors import DescriptionError
 from kvferry.net.keys import runtime_directory
@@ -50,6 +49,7 @@ from kvferry.router.clients import ClientConnection, Guard
 log = logging.getLogger(__name__)
 _HELLO = b"kvferry router 1"
 _READY = b"ready"
+_STARTUP_FAILURE = 3  # the exit status of uvicorn, which names it elsewhere in each version
 _MAX_SOCKETS = 16  # for the addresses of one host name
 _HAND_OVER_SECONDS = 30.0  # for either side of a hand-over to do its part
 _LINGER_SECONDS = 1.0  # for which idle connections stay when the router drains
@@ -112,7 +112,7 @@ class RouterServer(uvicorn.Server):
                 if not listen.take_over:
                     hint += ", or --take-over if a kvferry router has it"
             log.error("cannot listen on %s: %s%s", at_port(listen.host, listen.port), error, hint)
-            sys.exit(STARTUP_FAILURE)
+            sys.exit(_STARTUP_FAILURE)
         await super().startup(sockets=mine)
         if self.should_exit:  # it was told to stop meanwhile: the other router keeps the port
             return

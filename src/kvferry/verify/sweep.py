@@ -130,9 +130,12 @@ def run(
         for chunk in chunks:
             take(_check_all(seed, chunk))
     else:
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        pool = ProcessPoolExecutor(processes, get_context("spawn"))
+        try:
             for future in as_completed([pool.submit(_check_all, seed, c) for c in chunks]):
                 take(future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupt ends it before all pairs are done
     report.seconds = time.perf_counter() - began
     return report
 
