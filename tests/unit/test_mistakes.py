@@ -46,6 +46,7 @@ MISTAKES = [
     (["demo", "--html", "/proc/none/plan.html"], "the folder /proc/none does not exist"),
     ([*PLAN, "tp=1", "--html", "/proc"], "/proc is a folder; name a file"),
     (["demo", "--html", "/proc"], "/proc is a folder; name a file"),
+    (["bench", "plan", "--html", "/proc"], "/proc is a folder; name a file"),
     ([*PLAN, "tp=1", "--model", "org/Model"], "names of the Hub are not downloaded: give the path"),
     (["demo", "--gib", "0"], "Invalid value for '--gib'"),
     (["demo", "--gib", "-1"], "Invalid value for '--gib'"),
