@@ -10,7 +10,8 @@
     python -m benchmarks.gpu        everything about device memory
     python -m benchmarks.engines    real engines on a GPU: pool, hand-over, a stream, starts
 
-`kvferry bench transport` is in the package. docs/benchmarks.md has the results.
+`kvferry bench plan` and `kvferry bench transport` are in the package. docs/benchmarks.md has the
+results.
 """
 
 import importlib.util

@@ -20,26 +20,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.bench.plan import timed as milliseconds
 from vllm_engines import Engine
 
 TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 Timed = Callable[[], float]  # runs once, and returns the seconds
 
 
-def median_milliseconds(task: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a task, after one run that warms up."""
-    return median_seconds(task, repeats) * 1e3
-
-
 def median_seconds(task: Callable[[], object], repeats: int = 7) -> float:
     """Median seconds of a task, after one run that warms up."""
-    task()
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return milliseconds(task, repeats) / 1e3
 
 
 def timed(task: Callable[[], Iterable[object]], wanted: object) -> float:

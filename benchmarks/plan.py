@@ -1,147 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make bench-plan` (`python -m benchmarks.plan`): planning speed, beside vLLM's planner.
 
-Every case is one request on one edge. `kvferry_ms` is the time from block ids to three arrays in
-reused buffers, `strided_ms` to strided runs. `vllm_ms` is the time of vLLM's planner with the same
-block ids, `nixl_ms` and `mooncake_*_ms` the time to hand our copies to these libraries. Ratios are
-vLLM's time over ours. Without vLLM, what needs it stays empty.
+The cases are those of `kvferry bench plan` (kvferry/bench/plan.py). `vllm_ms` is the time of vLLM's
+planner with the same block ids, `nixl_ms` and `mooncake_*_ms` the time to hand our copies to these
+libraries. Ratios are vLLM's time over ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from benchmarks import make_command, vllm_installed
-from benchmarks.measuring import median_milliseconds
-from kvferry.cli.bench import show
+from kvferry.bench import plan
+from kvferry.bench.plan import BenchResult, Case, CaseResult, Setup, prepare, timed
+from kvferry.cli.bench import plan_page, show
 from kvferry.cli.console import Commands, Html, Json, libraries_to_stderr, say
-from kvferry.cli.page import Curve, Page, TableSheet, plot
-from kvferry.layout.hf import load_model
+from kvferry.cli.page import Page, TableSheet
 from kvferry.layout.model import CacheModel
-from kvferry.layout.placement import Ints, RankLayout
-from kvferry.layout.shape import EngineShape
-from kvferry.plan import Bound, Copies, EdgePlan, bind, plan_pair
+from kvferry.plan import Copies
 from kvferry.units import show_number
 
-REPEATS = 9
-VLLM_REPEATS = 2  # of vLLM's planner; each takes seconds
-CURVE_BLOCKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request of `blocks` blocks on the first edge between two shapes."""
-
-    name: str
-    src: str
-    dst: str
-    blocks: int
-    scattered: bool = True
-
-
-CASES = (
-    Case("scattered", "tp=4,block=16", "tp=8,block=16", 8192),
-    Case("scattered-2048", "tp=4,block=16", "tp=8,block=16", 2048),
-    Case("contiguous-same-shape", "tp=4,block=16", "tp=4,block=16", 8192, scattered=False),
-    Case("contiguous", "tp=4,block=16", "tp=8,block=16", 8192, scattered=False),
-    Case("gather-tp8-to-tp4", "tp=8,block=16", "tp=4,block=16", 8192),
-    Case("token-major", "tp=4,block=16,order=LBNHC", "tp=8,block=16,order=LBNHC", 8192),
-    Case("unequal-blocks", "tp=4,block=16", "tp=8,block=24", 8192),
-)
-
-
+REPEATS = 2  # of vLLM's planner; each takes seconds
 NOT_COMPARED = {
     "token-major": "vLLM plans this as if it were head-major, and copies wrong bytes",
     "unequal-blocks": "vLLM refuses it",
 }
-SAME = {True: "yes", False: "NO", None: "-"}
+SAME = {True: "yes", False: "NO", None: ""}
 app = Commands()
-
-
-@dataclass(frozen=True, slots=True)
-class CaseResult:
-    name: str
-    kvferry_ms: float
-    strided_ms: float
-    descriptors: int
-    strided_entries: int
-    ns_per_descriptor: float
-    peak_bytes_per_descriptor: float
-    # beside others, where these are installed
-    note: str = ""
-    vllm_ms: float | None = None
-    ratio: float | None = None
-    strided_ratio: float | None = None
-    vllm_descriptors: int | None = None
-    same_bytes_as_vllm: bool | None = None
-    nixl_ms: float | None = None
-    nixl_handover_ratio: float | None = None
-    mooncake_list_ms: float | None = None
-    mooncake_binding_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BenchResult:
-    cases: tuple[CaseResult, ...]
-    all_plans_ms: float  # tp8 pp8 -> tp64: 512 edges of 80 layers
-    all_plans_edges: int
-    curve: tuple[tuple[int, float, float], ...]  # blocks, arrays ms, strided ms
-    cpu_count: int
 
 
 @app.command()
 def main(
     as_json: Json = False,
     html: Html = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats.")] = False,
 ) -> None:
     """Planning speed, beside vLLM's planner if it is installed."""
     with libraries_to_stderr():
         if not vllm_installed():
             say(f"vLLM is not installed here, its columns stay empty: {make_command('bench-plan')}")
-        result = run(quick)
+        result = plan.run(say, measure=measure if vllm_installed() else plan.measure)
     show(result, page(result), as_json, html)
 
 
-def run(quick: bool) -> BenchResult:
-    model = load_model("llama-3.1-70b")
-    results = []
-    for case in CASES[:2] if quick else CASES:
-        say(f"{case.name}: {case.src} -> {case.dst}, {case.blocks} blocks")
-        results.append(measure(case, model))
-    say("all plans of tp=8,pp=8 -> tp=64")
-    all_ms, edges = _all_plans(model)
-    say("cost by number of blocks")
-    curve = tuple(_curve(model, CURVE_BLOCKS[:3] if quick else CURVE_BLOCKS))
-    return BenchResult(tuple(results), all_ms, edges, curve, os.cpu_count() or 1)
-
-
-def measure(case: Case, model: CacheModel, repeats: int = VLLM_REPEATS) -> CaseResult:
+def measure(case: Case, model: CacheModel, repeats: int = REPEATS) -> CaseResult:
+    ours = plan.measure(case, model)
     setup = prepare(case, model)
-    bound = setup.bind()
-    kvferry_ms, strided_ms = setup.times()
-    ours = CaseResult(
-        name=case.name,
-        kvferry_ms=kvferry_ms,
-        strided_ms=strided_ms,
-        descriptors=bound.descriptors,
-        strided_entries=bound.entries,
-        ns_per_descriptor=kvferry_ms * 1e6 / bound.descriptors,
-        peak_bytes_per_descriptor=_peak(setup) / bound.descriptors,
-    )
-    if not vllm_installed():
-        return ours
-    copies = bound.copies()
+    copies = setup.bind().copies()
     nixl_ms = _nixl(copies)
     list_ms, binding_ms = _mooncake(copies)
     ours = replace(ours, nixl_ms=nixl_ms, mooncake_list_ms=list_ms, mooncake_binding_ms=binding_ms)
@@ -160,29 +71,23 @@ def measure(case: Case, model: CacheModel, repeats: int = VLLM_REPEATS) -> CaseR
 
 
 def page(result: BenchResult) -> Page:
-    """The cases, and the cost by number of blocks."""
-    cases, first = result.cases, result.cases[0]
-    columns = {
-        "case": [c.name for c in cases],
-        "arrays ms": [_told(c.kvferry_ms) for c in cases],
-        "strided ms": [_told(c.strided_ms) for c in cases],
+    """The page of `kvferry bench plan`, with the columns that were measured beside others."""
+    plain, cases = plan_page(result), result.cases
+    ours = plain.sheets[0]
+    columns = dict(zip(ours.head, zip(*ours.rows, strict=True), strict=True))
+    beside = {
         "vLLM ms": [_told(c.vllm_ms) for c in cases],
-        "ratio": [_told(c.ratio, " x") for c in cases],
-        "strided": [_told(c.strided_ratio, " x") for c in cases],
-        "+ NIXL": [_told(c.nixl_handover_ratio, " x") for c in cases],
-        "copies": [_told(c.descriptors) for c in cases],
+        "ratio": [_told(c.ratio, "x") for c in cases],
+        "strided": [_told(c.strided_ratio, "x") for c in cases],
+        "+ NIXL": [_told(c.nixl_handover_ratio, "x") for c in cases],
         "vLLM's": [_told(c.vllm_descriptors) for c in cases],
-        "entries": [_told(c.strided_entries) for c in cases],
-        "ns a copy": [_told(c.ns_per_descriptor) for c in cases],
         "same bytes": [SAME[c.same_bytes_as_vllm] for c in cases],
     }
-    shown = {title: cells for title, cells in columns.items() if {*cells} != {"-"}}
-    notes = [
-        f"{first.name}: memory while binding {first.peak_bytes_per_descriptor:.1f} bytes a copy",
-        f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
-        f"{result.all_plans_ms:.1f} ms",
-        *(f"{c.name}: {c.note}" for c in cases if c.note),
-    ]
+    for title, cells in beside.items():
+        if any(cells):
+            columns[title] = tuple(cell or "-" for cell in cells)
+    rows = list(zip(*columns.values(), strict=True))
+    notes, first = [*plain.notes, *(f"{c.name}: {c.note}" for c in cases if c.note)], cases[0]
     if first.mooncake_list_ms is not None and first.mooncake_binding_ms is not None:
         notes.append(
             f"{first.name}, handed to Mooncake: bind {first.kvferry_ms:.3g} ms, lists "
@@ -190,109 +95,11 @@ def page(result: BenchResult) -> Page:
         )
     if first.nixl_ms is not None:
         notes.append(f"{first.name}, handed to NIXL as arrays: {first.nixl_ms:.3g} ms, both ends")
-    curves = [
-        Curve("arrays", "#0072b2", [(blocks, ms) for blocks, ms, _ in result.curve]),
-        Curve("strided runs", "#d55e00", [(blocks, ms) for blocks, _, ms in result.curve]),
-    ]
-    cost = plot(
-        curves, "blocks of the request", "milliseconds", "{:,.0f}".format, log_x=True, log_y=True
-    )
-    return Page(
-        "make bench-plan",
-        "Planning",
-        "80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.",
-        [TableSheet("Cases", list(shown), list(zip(*shown.values(), strict=True)))],
-        notes,
-        [("Cost by number of blocks", cost)],
-    )
+    return replace(plain, sheets=[TableSheet(ours.title, list(columns), rows)], notes=notes)
 
 
 def _told(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else show_number(value) + unit
-
-
-@dataclass(slots=True)
-class Setup:
-    """One edge, its request and its buffers."""
-
-    plan: EdgePlan
-    tokens: int
-    src_ids: Ints
-    dst_ids: Ints
-    src_bases: Ints
-    dst_bases: Ints
-    layouts: tuple[RankLayout, RankLayout]
-
-    def bind(self) -> Bound:
-        return bind(
-            self.plan,
-            tokens=self.tokens,
-            src_tables=[self.src_ids],
-            dst_tables=[self.dst_ids],
-            src_bases=self.src_bases,
-            dst_bases=self.dst_bases,
-        )
-
-    def times(self) -> tuple[float, float]:
-        """Milliseconds to arrays in a reused buffer, and to strided runs."""
-        buffer = Copies.empty(self.bind().descriptors)
-        return median_milliseconds(
-            lambda: self.bind().copies(buffer), REPEATS
-        ), median_milliseconds(self.bind, REPEATS)
-
-
-def prepare(case: Case, model: CacheModel) -> Setup:
-    src, dst = EngineShape.parse(case.src), EngineShape.parse(case.dst)
-    pair = plan_pair(model, src, dst)
-    edge = pair.edges[0]
-    tokens = case.blocks * src.block_size
-    counts = [-(-tokens // shape.block_size) for shape in (src, dst)]
-    pools = [2 * count for count in counts]  # a cache twice the request
-    layouts = [
-        RankLayout.build(model, shape, rank, pool)
-        for shape, rank, pool in zip((src, dst), (edge.src, edge.dst), pools, strict=True)
-    ]
-    rng = np.random.default_rng(0)
-    ids = [
-        1 + rng.permutation(pool - 1)[:count] if case.scattered else np.arange(1, count + 1)
-        for pool, count in zip(pools, counts, strict=True)
-    ]
-    bases = np.asarray([1 << 40], dtype=np.int64), np.asarray([1 << 41], dtype=np.int64)
-    plan = pair.plan(edge, *layouts)
-    return Setup(plan, tokens, ids[0], ids[1], *bases, (layouts[0], layouts[1]))
-
-
-def _peak(setup: Setup) -> int:
-    """Peak bytes allocated while binding into fresh arrays."""
-    tracemalloc.start()
-    try:
-        copies = setup.bind().copies()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    del copies
-    return peak
-
-
-def _all_plans(model: CacheModel) -> tuple[float, int]:
-    """Every plan of a pair of 64-rank engines, from shapes to address-free plans."""
-    src, dst = EngineShape(tp=8, pp=8), EngineShape(tp=64)
-
-    def everything() -> int:
-        pair = plan_pair(model, src, dst)
-        src_layouts = {r: RankLayout.build(model, src, r, 1024) for r in src.ranks}
-        dst_layouts = {r: RankLayout.build(model, dst, r, 1024) for r in dst.ranks}
-        for edge in pair.edges:
-            pair.plan(edge, src_layouts[edge.src], dst_layouts[edge.dst])
-        return len(pair.edges)
-
-    return median_milliseconds(everything, 5), everything()
-
-
-def _curve(model: CacheModel, blocks: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
-    for count in blocks:
-        setup = prepare(Case("curve", "tp=4,block=16", "tp=8,block=16", count), model)
-        yield count, *setup.times()
+    return "" if value is None else show_number(value) + unit
 
 
 def _vllm(setup: Setup, repeats: int) -> tuple[float, Copies]:
@@ -347,7 +154,7 @@ def _nixl(copies: Copies) -> float | None:
             rows[:, 0] = addresses
             agent.get_xfer_descs(rows, mem_type="DRAM")
 
-    return median_milliseconds(hand_over, 3)
+    return timed(hand_over, 3)
 
 
 def _mooncake(copies: Copies) -> tuple[float | None, float | None]:
@@ -362,13 +169,9 @@ def _mooncake(copies: Copies) -> tuple[float | None, float | None]:
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
         return None, None
-    list_ms = median_milliseconds(
-        lambda: (copies.src.tolist(), copies.dst.tolist(), copies.length.tolist()), 3
-    )
+    list_ms = timed(lambda: (copies.src.tolist(), copies.dst.tolist(), copies.length.tolist()), 3)
     lists = copies.src.tolist(), copies.dst.tolist(), copies.length.tolist()
-    binding_ms = median_milliseconds(
-        lambda: engine.batch_transfer_sync_write("127.0.0.1:1", *lists), 3
-    )
+    binding_ms = timed(lambda: engine.batch_transfer_sync_write("127.0.0.1:1", *lists), 3)
     return list_ms, binding_ms
 
 

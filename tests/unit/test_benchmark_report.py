@@ -8,11 +8,9 @@ from pathlib import Path
 from xml.dom import minidom
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.engines.fleet import Answer
 from benchmarks.engines.stream import Coming, Point, plot, show
-from benchmarks.plan import app as plan
 from benchmarks.report import Report, at_least, at_most, sheet, tell
 
 
@@ -64,13 +62,3 @@ def test_a_stream_is_plotted_without_systems_that_ended_nothing(tmp_path: Path) 
 def _texts(path: Path) -> list[minidom.Element]:
     found = minidom.parse(str(path)).getElementsByTagName("text")
     return [one for one in found if one.firstChild is not None]
-
-
-def test_planning_is_measured_without_vllm_too(tmp_path: Path) -> None:
-    page = tmp_path / "bench.html"
-    result = CliRunner().invoke(plan, ["--quick", "--json", "--html", str(page)])
-    assert result.exit_code == 0, result.output
-    cases = json.loads(result.stdout)["cases"]
-    keys = "name kvferry_ms strided_ms vllm_ms ratio strided_ratio nixl_handover_ratio"
-    assert {*keys.split(), "descriptors", "vllm_descriptors"} <= set(cases[0])
-    assert "<svg" in page.read_text()

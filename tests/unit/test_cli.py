@@ -153,6 +153,16 @@ def test_verify_json_has_the_stable_keys() -> None:
     assert data["features"] and "pair 3: " in result.stderr
 
 
+def test_bench_plan_json_has_the_stable_keys(tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    result = runner.invoke(app, ["bench", "plan", "--quick", "--json", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    cases = json.loads(result.stdout)["cases"]
+    keys = "name kvferry_ms strided_ms vllm_ms ratio strided_ratio nixl_handover_ratio"
+    assert {*keys.split(), "descriptors", "vllm_descriptors"} <= set(cases[0])
+    assert "<svg" in page.read_text()
+
+
 def test_units() -> None:
     assert parse_link("400Gbit") == parse_link("50GB/s") == 50e9
     assert show_bytes(1536) == "1.5 KiB" and show_bytes(3) == "3 B"

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 
-from benchmarks.plan import CASES, measure
+from benchmarks.plan import measure
+from kvferry.bench.plan import CASES
 from kvferry.layout.hf import load_model
 
 

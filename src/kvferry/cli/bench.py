@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry bench transport`."""
+"""`kvferry bench plan` and `kvferry bench transport`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,11 +17,13 @@ from kvferry.cli.console import (
     libraries_to_stderr,
     print_json,
     refusals,
+    say,
 )
 from kvferry.cli.page import Curve, Page, TableSheet, plot
-from kvferry.units import parse_size, show_bytes
+from kvferry.units import parse_size, show_bytes, show_number
 
 if TYPE_CHECKING:
+    from kvferry.bench.plan import BenchResult
     from kvferry.bench.transport import TransportResult
 
 COLOURS = {
@@ -34,9 +36,23 @@ COLOURS = {
     "raw-nixl": "#8a63d2",
 }
 bench = Commands(
-    help="Measure carriers. A checkout of the repository measures more (docs/benchmarks.md).",
+    help="Measure planning, and carriers beside their libraries. A checkout of the repository has "
+    "more: `python -m benchmarks.pool`, handover, stall and gpu.",
     no_args_is_help=True,
 )
+
+
+@bench.command("plan")
+def bench_plan(
+    as_json: Json = False,
+    html: Html = None,
+    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats.")] = False,
+) -> None:
+    """Measure planning speed."""
+    from kvferry.bench.plan import run
+
+    result = run(say, quick=quick)
+    show(result, plan_page(result), as_json, html)
 
 
 @bench.command("transport")
@@ -59,14 +75,51 @@ def bench_transport(
     show(result, transport_page(result), as_json, html)
 
 
-def show(result: Any, page: Page, as_json: bool, html: Path | None) -> None:
-    """Print the dataclass of a result as JSON, or its page, which may be kept as HTML too."""
+def show(
+    result: BenchResult | TransportResult, page: Page, as_json: bool, html: Path | None
+) -> None:
     if as_json:
         print_json(asdict(result))
     else:
         page.print()
     if html is not None:
         keep_page(html, page.html(), "plot")
+
+
+def plan_page(result: BenchResult) -> Page:
+    """The cases, and the cost by number of blocks."""
+    rows = [
+        [
+            case.name,
+            show_number(case.kvferry_ms),
+            show_number(case.strided_ms),
+            f"{case.descriptors:,}",
+            f"{case.strided_entries:,}",
+            show_number(case.ns_per_descriptor),
+        ]
+        for case in result.cases
+    ]
+    head = ["case", "arrays ms", "strided ms", "descriptors", "entries", "ns each"]
+    curves = [
+        Curve("arrays", "#0072b2", [(blocks, ms) for blocks, ms, _ in result.curve]),
+        Curve("strided runs", "#d55e00", [(blocks, ms) for blocks, _, ms in result.curve]),
+    ]
+    cost = plot(
+        curves, "blocks of the request", "milliseconds", "{:,.0f}".format, log_x=True, log_y=True
+    )
+    return Page(
+        "kvferry bench plan",
+        "Planning",
+        "80 layers of llama-3.1-70b, one request on one edge, times in milliseconds.",
+        [TableSheet("Cases", head, rows)],
+        [
+            f"{result.cases[0].name}: memory while binding "
+            f"{result.cases[0].peak_bytes_per_descriptor:.1f} bytes a descriptor",
+            f"all {result.all_plans_edges} plans of tp=8,pp=8 -> tp=64, 80 layers: "
+            f"{result.all_plans_ms:.1f} ms",
+        ],
+        [("Cost by number of blocks", cost)],
+    )
 
 
 def transport_page(result: TransportResult) -> Page:
