@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import signal
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from kvferry.carriers.base import (
     StagedMemory,
     slices,
 )
-from kvferry.carriers.host import HostMemory
+from kvferry.carriers.host import HostMemory, Vectors
 from kvferry.carriers.tcp import carrier as tcp_carrier
 from kvferry.carriers.tcp import frames
 from kvferry.carriers.tcp.carrier import (
@@ -326,6 +327,41 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
     stream.close()
     for end in (owner, user):
         end.carrier.close()
+
+
+@pytest.mark.parametrize("way", ["send", "recv", "send_vectors", "recv_vectors"])
+def test_signals_do_not_stretch_a_wait(way: str) -> None:
+    """A profiler may interrupt each of the thread's calls. The peer neither reads nor writes."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    (mine, other), memory = socket.socketpair(), np.zeros(SIZE, dtype=np.uint8)
+    stream = TcpStream(mine, 0.3)
+    what = {
+        "send": memory.data,
+        "recv": 100,
+        "send_vectors": Vectors.of(np.array([memory.ctypes.data]), np.array([SIZE])),
+        "recv_vectors": Vectors.of(np.array([memory.ctypes.data]), np.array([SIZE])),
+    }[way]
+    thread: list[int] = []
+
+    def wait() -> None:
+        thread.append(threading.get_ident())
+        with pytest.raises(DeadlineExceeded, match="no progress"):
+            getattr(stream, way)(what)
+
+    def over() -> bool:
+        if thread and not waits.done():
+            signal.pthread_kill(thread[0], signal.SIGUSR1)
+        return waits.done()
+
+    with other, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(wait)
+        try:
+            wait_until(over, 10.0)
+        finally:
+            stream.abort()
+            wait_until(waits.done)
+            signal.signal(signal.SIGUSR1, before)
+        waits.result()
 
 
 @pytest.mark.parametrize("slow_link", [True, False], ids=["a slow link", "a peer that stops"])
