@@ -96,10 +96,6 @@ class Carrier(Protocol):
     def write(self, peer: Any, copies: Copies | StridedCopies) -> Transfer:
         return self.submit(peer, copies, reading=False)
 
-    def detour_to(self, peer: Any) -> str:
-        """The reason why this peer is reached by tcp instead, or empty."""
-        return ""
-
 
 class GrantingCarrier(Carrier, Protocol):
     """A carrier by which the owner of memory grants ranges to writers, until it closes the grant. A

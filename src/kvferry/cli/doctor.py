@@ -334,8 +334,6 @@ def _reached(what: str, tried: Tried, must: bool, good: str) -> Finding:
         if missing(tried.name) and tried.name in PACKAGES:
             advice = PACKAGES[tried.name][1]
         return Finding(what, "broken" if must else "missing", tried.why_not, advice)
-    if tried.detour:
-        return Finding(what, "missing", f"by tcp only: {tried.detour}", advice)
     return Finding(what, "ok", good)
 
 
@@ -364,7 +362,7 @@ def choose(what: str, settings: FerryConfig, gpu: bool, reach: Mapping[str, Trie
     ]
     if settings.carriers == (AUTO,):
         ways = list(fastest_first(ways))
-    out = {way.name: way.why_not or way.detour for way in ways}
+    out = {way.name: way.why_not for way in ways}
     out |= {name: closed for name, closed in configured.items() if closed}
     more = []
     for name in LIBRARIES:
@@ -378,9 +376,8 @@ def choose(what: str, settings: FerryConfig, gpu: bool, reach: Mapping[str, Trie
         said = f"no carrier reaches it ({_reasons(out)})"
         advice = advice or "make one of these work on both, or name another one in `carriers`"
         return Finding(what, "broken", said, advice)
-    detour = out.pop(taken.name)
-    said = taken.name + (f", by tcp: {detour}" if detour else "")
-    later = [way.name for way in ways if out.get(way.name) == ""]
+    said = taken.name
+    later = [way.name for way in ways if not way.why_not and way is not taken]
     if later:
         said += f"; else {', then '.join(later)}"
     if any(out.values()):
