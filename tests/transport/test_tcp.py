@@ -609,7 +609,7 @@ class Hanging(Elsewhere):
     def __init__(self, end: End) -> None:
         super().__init__(end.memory)
         self.uses, self.answers = 0, threading.Event()
-        end.carrier.server.memory = self
+        end.carrier.server.staged = self
 
     def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
         self.uses += 1

@@ -63,7 +63,7 @@ from functools import cache
 
 import numpy as np
 
-from kvferry.carriers.base import GRANT_BYTES, Memory, StagedMemory
+from kvferry.carriers.base import GRANT_BYTES, StagedMemory
 from kvferry.carriers.host import Vectors, libc
 from kvferry.copies import Ints
 from kvferry.errors import (
@@ -182,22 +182,25 @@ def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
     return hmac.digest(key, b"".join((role, *said)), hashlib.sha256)
 
 
-def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
-    """Send the ranges' bytes. The caller has checked the ranges and joined neighbours."""
-    if not isinstance(memory, StagedMemory):
+def send_runs(stream: TcpStream, staged: StagedMemory | None, address: Ints, length: Ints) -> None:
+    """Send the ranges' bytes, of host memory or of a GPU's. The caller has checked the ranges and
+    joined neighbours."""
+    if staged is None:
         stream.send_vectors(Vectors.of(address, length))
         return
-    with closing(memory.outgoing(address, length)) as chunks:
+    with closing(staged.outgoing(address, length)) as chunks:
         for chunk in chunks:
             stream.send(chunk.data)
 
 
-def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
+def receive_runs(
+    stream: TcpStream, staged: StagedMemory | None, address: Ints, length: Ints
+) -> None:
     """Receive bytes into the ranges."""
-    if not isinstance(memory, StagedMemory):
+    if staged is None:
         stream.recv_vectors(Vectors.of(address, length))
         return
-    with closing(memory.incoming(address, length)) as chunks:
+    with closing(staged.incoming(address, length)) as chunks:
         for chunk in chunks:
             stream.recv_into(chunk.data)
 
