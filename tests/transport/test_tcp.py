@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -278,9 +279,9 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     """It knows the secret. Its APPLIED would be whole after 3 s, each byte long before a stall."""
     plain, dripped = TcpStream.send, threading.Event()
 
-    def send(stream: TcpStream, data: bytes, deadline: float | None = None) -> None:
+    def send(stream: TcpStream, data: bytes, *how: Any, **more: Any) -> None:
         if len(data) != HEADER.size or FrameHeader.unpack(data).kind != FrameKind.APPLIED:
-            plain(stream, data, deadline)
+            plain(stream, data, *how, **more)
             return
         dripped.set()
         with contextlib.suppress(TransferError):

@@ -268,7 +268,8 @@ class TcpServer:
         # counted first, so that a peer that has its answer finds it counted
         if header.kind == FrameKind.READ:
             self._count("reads")
-            stream.send(frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes))
+            data = frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes)
+            stream.send(data, more=True)
             send_runs(stream, self.staged, address, length)
             return
         granted = header.kind == FrameKind.GRANTED
