@@ -212,7 +212,7 @@ def test_another_user_cannot_vouch() -> None:
         try:
             assert liar.stdout
             assert liar.stdout.readline()
-            with pytest.raises(vouch.Unreachable, match=f"belongs to user {NOBODY}"):
+            with pytest.raises(PermissionDenied, match=f"belongs to user {NOBODY}"):
                 vouch.ask(name, b"endpoint", soon(5))
         finally:
             liar.kill()

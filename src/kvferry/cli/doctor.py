@@ -86,8 +86,8 @@ PACKAGES = {  # by module: the names under which it is published, and advice if 
 }
 # Carriers to try, and advice if one fails.
 ADVICE = {
-    "local": "two engines of one host use tcp instead, which is slower; containers need one pid "
-    "namespace and the ptrace permission (--cap-add SYS_PTRACE)",
+    "local": "with auto, two engines of one host use tcp instead, which is slower; containers need "
+    "one pid namespace and the ptrace permission (--cap-add SYS_PTRACE)",
     "tcp": "allow TCP connections over the loopback interface and between hosts",
     "cuda": "caches on GPUs move by tcp instead, which stages them in host memory and is slower",
     "nixl": "only needed if it is configured; see --options and --host",
