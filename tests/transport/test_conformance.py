@@ -459,10 +459,11 @@ def test_a_restarted_peer_is_another_peer(mortal: Pair) -> None:
             mortal.start("read", FIRST[0], FIRST[0], 10).wait(soon(PROMPT_SECONDS))
 
 
+@pytest.mark.parametrize("name", ["tcp"])
 @both_ways
-def test_a_peer_that_stops_answering(direction: str) -> None:
+def test_a_peer_that_stops_answering(name: str, direction: str) -> None:
     """It is late, not lost; and when it goes on, so do the bytes."""
-    kind = KINDS["tcp"]
+    kind = KINDS[name]
     with owner(kind) as peer:
         for pair in make_pair(kind, peer):
             assert peer.process is not None
