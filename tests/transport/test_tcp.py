@@ -365,6 +365,22 @@ def test_signals_do_not_stretch_a_wait(way: str) -> None:
         waits.result()
 
 
+def test_a_refused_peer_that_sends_on_is_left_in_time() -> None:
+    mine, other = socket.socketpair()
+    stream, until = TcpStream(mine, 30.0), soon(10)
+
+    def flood() -> None:
+        with other, contextlib.suppress(OSError):
+            while time.monotonic() < until:
+                other.sendall(bytes(1 << 16))
+
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        assert not stream.drain(0.2)
+        stream.close()
+        flooding.result()
+
+
 @pytest.mark.parametrize("slow_link", [True, False], ids=["a slow link", "a peer that stops"])
 def test_a_request_may_wait_for_the_answer_before_it(
     slow_link: bool, monkeypatch: pytest.MonkeyPatch

@@ -370,20 +370,19 @@ class TcpStream:
         while done < total:
             if self._aborted:
                 raise self._error(0, doing)
+            if time.monotonic() > min(deadline, stalls):
+                raise DeadlineExceeded(
+                    f"{doing} the peer took longer than allowed: {done} of {total} bytes, and no "
+                    f"progress for up to {self.stall_seconds:g} s"
+                )
             moved = step(done)
             if moved == 0 and done == 0 and end_ok:
                 return False
             code = ctypes.get_errno() if moved < 0 else 0
             if moved <= 0 and code not in (errno.EAGAIN, errno.EINTR):
                 raise self._error(code, doing)
-            now = time.monotonic()
             if moved > 0:
-                done, stalls = done + moved, now + self.stall_seconds
-            if done < total and now > min(deadline, stalls):
-                raise DeadlineExceeded(
-                    f"{doing} the peer took longer than allowed: {done} of {total} bytes, and no "
-                    f"progress for up to {self.stall_seconds:g} s"
-                )
+                done, stalls = done + moved, time.monotonic() + self.stall_seconds
         return True
 
     def _error(self, code: int, doing: str) -> TransferError:
