@@ -175,8 +175,10 @@ class Vectors:
 
 def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     """The same bytes in the same order, with touching ranges joined. No range may be empty."""
+    if len(length) < 2:
+        return address, length
     apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
-    if len(apart) + 1 >= len(address):  # nothing to join, as is usual for scattered blocks
+    if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
         return address, length
     heads = np.concatenate((np.zeros(1, dtype=np.int64), apart))
     return address[heads], np.add.reduceat(length, heads)
