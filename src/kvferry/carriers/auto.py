@@ -206,12 +206,11 @@ def require_options(carriers: Sequence[str], options: Any) -> None:
             f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
         )
     for name, of_one in options.items():
-        takes = inspect.signature(carrier_class(name)).parameters
+        has = [o for o in inspect.signature(carrier_class(name)).parameters if o not in ENGINES_OWN]
         removed = {option for option, of in REMOVED_OPTIONS.items() if name in of}
-        if strange := sorted(set(of_one) - set(takes) - removed):
+        if strange := sorted(set(of_one) - {*has, "host"} - removed):
             raise DescriptionError(
-                f"the carrier {name!r} has no option {', '.join(strange)}; it has "
-                f"{', '.join(option for option in takes if option not in ENGINES_OWN)}"
+                f"the carrier {name!r} has no option {', '.join(strange)}; it has {', '.join(has)}"
             )
     unused = sorted(set(options) - set(carriers))
     if unused and list(carriers) != [AUTO]:  # "auto" opens carriers that have options
