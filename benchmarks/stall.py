@@ -6,9 +6,8 @@ loop, a millisecond apart, while one long scattered request is handed over in th
 layers x 8,192 blocks, P tp 4 to D tp 8, 655,360 descriptors. The longest round beyond that
 millisecond is the stall: a slow answer, or other threads that do not let the loop run.
 
-    kvferry   a real producer and consumer, bytes moved by `local`, which goes by tcp within one
-              process; the median of several hand-overs, because on a busy machine the system alone
-              may stop a loop longer
+    kvferry   a real producer and consumer, bytes moved by `tcp`; the median of several hand-overs,
+              because on a busy machine the system alone may stop a loop longer
     vllm      `MooncakeConnectorWorker.get_finished` while its sender loop plans the same request;
               planning alone, nothing is moved
 """
@@ -126,13 +125,13 @@ def _ours(
     for rank in src.ranks:
         layout = RankLayout.build(model, src, rank, 2 * blocks)
         held = np.zeros(layout.total_bytes if rank == Rank(0, 0) else 1, dtype=np.uint8)
-        carrier = make_carrier("local")
+        carrier = make_carrier("tcp")
         carrier.register([MemoryRegion(held.ctypes.data, held.nbytes)])
         producer = ProducerRank(sockets, "1")
         producer.start()
         producer.open_hold(HoldOrder("h", "r", "d", blocks * BLOCK, [ids[0].tolist()]))
         address = f"127.0.0.1:{producer.port}"
-        endpoints = {"local": carrier.endpoint()}
+        endpoints = {"tcp": carrier.endpoint()}
         ranks.append(rank_info(layout, [held.ctypes.data], address, "1", endpoints))
         memory.append(held)
         producers.append(producer)
@@ -142,7 +141,7 @@ def _ours(
     layout = RankLayout.build(model, dst, Rank(0, 0), 2 * blocks)
     landing = np.zeros(layout.total_bytes, dtype=np.uint8)
     region = MemoryRegion(landing.ctypes.data, landing.nbytes)
-    reader = make_carrier("local")
+    reader = make_carrier("tcp")
     reader.register([region])
     consumer = ConsumerRank(
         sockets,

@@ -2,7 +2,7 @@
 
 Its memory is a file that the test maps too, at another address, so that bytes can be compared and
 changes noticed without the carrier that is under test. Run as a program, it is that process:
-`python carrier_peer.py FD CARRIER OPTIONS`, one command per line after that.
+`python carrier_peer.py FD CARRIER OPTIONS`. A line on its standard input closes its carrier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from kvferry.carriers import Carrier, MemoryRegion, make_carrier
-from kvferry.carriers.local import LocalCarrier
 from kvferry.carriers.null import NullCarrier
 from kvferry.copies import Copies
 
@@ -94,20 +93,12 @@ class Peer:
             assert self.carrier is not None
             self.carrier.close()
 
-    def counters(self) -> dict[str, int]:
-        """Of the server by which a local carrier's peers reach it elsewhere."""
-        return self._ask("counters")
-
     def close_carrier(self) -> None:
         """Its process goes on."""
-        self._ask("close")
-
-    def _ask(self, what: str) -> dict[str, int]:
         assert self.process and self.process.stdin and self.process.stdout
-        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.write("close\n")
         self.process.stdin.flush()
-        found: dict[str, int] = json.loads(self.process.stdout.readline())
-        return found
+        assert self.process.stdout.readline() == "closed\n"
 
 
 @dataclass(frozen=True)
@@ -125,8 +116,7 @@ class Kind:
 
 KINDS = {
     "null": Kind("null"),
-    "local": Kind("local", {"writable": True}),
-    "local-fallback": Kind("local", {"writable": True}, {"force_fallback": True}),
+    "local": Kind("local"),
     "tcp": Kind(
         "tcp",
         {"secret": SECRET, "host": "127.0.0.1", "writable": True},
@@ -181,11 +171,10 @@ def main() -> None:
     carrier = make_carrier(sys.argv[2], **json.loads(sys.argv[3]))
     carrier.register(memory.regions())
     print(memory.address, carrier.endpoint().hex(), flush=True)
-    for order in sys.stdin:
-        if order.strip() == "close":
-            carrier.close()
-        counters = carrier.tcp.server.counters if isinstance(carrier, LocalCarrier) else {}
-        print(json.dumps(counters), flush=True)
+    if sys.stdin.readline():
+        carrier.close()
+        print("closed", flush=True)
+        sys.stdin.readline()
     carrier.close()
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from carrier_peer import FIRST, KINDS, Peer, copies, owner, soon
+from carrier_peer import FIRST, KINDS, Kind, Peer, copies, owner, soon
 
 from handover_peers import Producer, Prompt, Spec, consumer, producer
 from kvferry.carriers import MemoryRegion, vouch
@@ -45,6 +45,7 @@ from kvferry.errors import (
     DescriptionError,
     KvferryError,
     PeerLost,
+    PermissionDenied,
     TransferError,
 )
 from kvferry.net.guests import MOST_PENDING
@@ -175,28 +176,17 @@ def test_an_endpoint_names_no_path(victim: Victim, name: str) -> None:
         victim.carrier.connect(forged(victim.carrier.endpoint(), voucher=name), soon(5))
 
 
-def test_without_a_directory_for_its_socket_a_peer_is_reached_by_tcp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_directory_for_its_socket_nobody_vouches(
+    victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another user has taken its name. With a secret, engines start all the same."""
     (tmp_path / "run").write_text("no directory")
-    memory = np.frombuffer(TOKEN, dtype=np.uint8).copy()
-    peer, reader = (LocalCarrier(secret=SECRET) for _ in range(2))
-    cache = np.zeros_like(memory)
-    peer.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
-    reader.register([MemoryRegion(cache.ctypes.data, cache.nbytes)])
-    with (
-        owner(KINDS["local"]) as other,
-        contextlib.closing(peer),
-        contextlib.closing(reader),
-    ):
+    with owner(KINDS["local"]) as other, contextlib.closing(LocalCarrier()) as peer:
         monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
-        link = reader.connect(peer.endpoint(), soon())
-        assert "no socket to vouch for" in link.detour
-        seen = forged(other.endpoint, tcp=LocalEndpoint.decode(peer.endpoint()).tcp)
-        assert "no owner can be asked" in reader.connect(seen, soon()).detour  # from here
-        reader.read(link, copies(memory.ctypes.data, cache.ctypes.data, len(TOKEN))).wait(soon())
-        assert np.array_equal(cache, memory)
+        with pytest.raises(PermissionDenied, match="no socket to vouch for"):
+            victim.carrier.connect(peer.endpoint(), soon())
+        with pytest.raises(PermissionDenied, match="no owner can be asked"):  # from here
+            victim.carrier.connect(other.endpoint, soon())
 
 
 LIAR = f"""
@@ -222,7 +212,7 @@ def test_another_user_cannot_vouch() -> None:
         try:
             assert liar.stdout
             assert liar.stdout.readline()
-            with pytest.raises(vouch.Unreachable, match=f"belongs to user {NOBODY}"):
+            with pytest.raises(PermissionDenied, match=f"belongs to user {NOBODY}"):
                 vouch.ask(name, b"endpoint", soon(5))
         finally:
             liar.kill()
@@ -235,15 +225,15 @@ STRANGER = """
 import json, os, sys, time
 import numpy as np
 from kvferry.net.rpc import Caller
-from kvferry.carriers.local import LocalCarrier, LocalEndpoint
 from kvferry.carriers.base import MemoryRegion
+from kvferry.carriers.tcp.carrier import TcpCarrier
 from kvferry.copies import Copies
 from kvferry.net.messages import VERSION, Look, Request, encode
 from kvferry.net.rpc import Sockets
 import zmq
 
 port, key, uid = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-LocalCarrier().close(), "x".encode("idna")  # loads what it needs while it may read the files
+TcpCarrier().close(), "x".encode("idna")  # loads what it needs while it may read the files
 os.setgroups([]); os.setgid(uid); os.setuid(uid)
 got = {"welcome": False, "read": 0, "written": 0, "key": False, "answer": False, "why": ""}
 try:
@@ -260,13 +250,13 @@ try:
     seen = Caller(sockets).call(f"127.0.0.1:{port}", Look(VERSION), until).result(20)
     got["welcome"] = True
     mine = np.full(4096, 66, dtype=np.uint8)
-    carrier = LocalCarrier(force_fallback=True)
+    carrier = TcpCarrier()
     carrier.register([MemoryRegion(mine.ctypes.data, mine.nbytes)])
-    endpoint = seen.ranks[0].carriers["local"]
-    address = LocalEndpoint.decode(endpoint).regions[0][0]
+    endpoint = seen.ranks[0].carriers["tcp"]
     def arrays(src, dst):
         return Copies(*(np.array([x], dtype=np.int64) for x in (src, dst, mine.nbytes)))
     link = carrier.connect(endpoint, until)
+    address = int(link.regions.starts[0])
     carrier.write(link, arrays(mine.ctypes.data, address)).wait(until)
     got["written"] = mine.nbytes
     carrier.read(link, arrays(address, mine.ctypes.data)).wait(until)
@@ -293,7 +283,7 @@ def visit(port: int, uid: int) -> dict[str, object]:
 @as_root
 def test_another_user_gets_nothing_that_opens_anything() -> None:
     """No secret is configured: the engine is for its own user alone."""
-    with producer(Spec("p", "tp=1,block=16")) as engine:
+    with producer(Spec("p", "tp=1,block=16", carrier="tcp")) as engine:
         got = visit(engine.port, NOBODY)
         assert "AuthenticationError" in str(got.pop("why"))
         assert got == {"welcome": False, "read": 0, "written": 0, "key": False, "answer": False}
@@ -301,7 +291,7 @@ def test_another_user_gets_nothing_that_opens_anything() -> None:
 
 
 def test_the_same_user_needs_no_secret_and_writes_nothing_ungranted() -> None:
-    with producer(Spec("p", "tp=1,block=16")) as engine:
+    with producer(Spec("p", "tp=1,block=16", carrier="tcp")) as engine:
         engine.hold(Prompt(1, 100))
         got = visit(engine.port, os.geteuid())
         assert (got["welcome"], got["answer"], got["written"]) == (True, False, 0)
@@ -366,19 +356,15 @@ def test_a_directory_that_another_user_made_is_not_used(
 # Writes
 
 
-@pytest.mark.parametrize("name", ["local", "tcp"])
-def test_no_listener_takes_a_write_without_a_grant(name: str) -> None:
-    """Nor the one inside of `local`, from a peer that has the secret."""
-    kind = KINDS["tcp"] if name == "tcp" else KINDS["local"]
-    options = {key: value for key, value in kind.owner.items() if key != "writable"}
-    with owner(type(kind)(kind.name, {**options, "secret": SECRET})) as peer:
+def test_no_write_without_a_grant() -> None:
+    """Not from a peer that has the secret."""
+    with owner(Kind("tcp", {"secret": SECRET, "host": "127.0.0.1"})) as peer:
         assert not peer.memory.bytes.any()
-        where = peer.endpoint if name == "tcp" else LocalEndpoint.decode(peer.endpoint).tcp
         noise = np.full(4096, 66, dtype=np.uint8)
         attacker = TcpCarrier(secret=SECRET, host="127.0.0.1")
         attacker.register([MemoryRegion(noise.ctypes.data, noise.nbytes)])
         with contextlib.closing(attacker):
-            link = attacker.connect(where, soon())
+            link = attacker.connect(peer.endpoint, soon())
             with pytest.raises(TransferError, match="without a grant"):
                 written = copies(noise.ctypes.data, peer.address + FIRST[0], noise.nbytes)
                 attacker.write(link, written).wait(soon())

@@ -23,7 +23,7 @@ from kvferry.net import names
 
 ID, HUGE = b"i" * 16, 1 << 63
 TCP = ("tcp", "127.0.0.1", 5000, ID)
-LOCAL = ("local", "boot", "ns", 4, 5, 4096, ID, [(4096, 10)], b"", "v")
+LOCAL = ("local", "boot", "ns", 4, 5, 4096, ID, [(4096, 10)], "v")
 CUDA = ("cuda", "b", ID, "h", 5000, ID, ID, [(4096, 10, b"h" * 64, b"u")], [(4096, 10)], "v")
 FOREIGN = ("pigeon", "", "h", 5000, ID, ID, [(4096, 10)], -1, b"")
 

@@ -23,7 +23,6 @@ from kvferry.bench.transport import (
     run,
 )
 from kvferry.carriers.base import Bytes, Carrier
-from kvferry.carriers.local import LocalCarrier
 from kvferry.cli.bench import transport_page
 from kvferry.cli.main import app
 from kvferry.errors import TransferError
@@ -58,20 +57,6 @@ def test_sizes_that_do_not_fit() -> None:
         run(sizes=(0,))
     with pytest.raises(TransferError, match="raw-nixl"):
         run(carriers=("pigeon",))
-
-
-def test_what_is_named_must_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tcp's figures are never filed under `local`."""
-    monkeypatch.setattr(LocalCarrier, "_why_not_directly", lambda *_: "the system forbids it")
-    with pytest.raises(TransferError, match=r"local .* goes by tcp .* the system forbids it"):
-        run(sizes=(4096,), seconds=0.0, carriers=("tcp", "local"))
-    without_libraries(monkeypatch)
-    result = run(sizes=(1 << 20,), seconds=0.0)
-    assert {row.carrier for row in result.results} == {"memcpy", "tcp"}
-    assert set(result.missing) == {"local", "mooncake", "raw-mooncake", "nixl", "raw-nixl"}
-    notes = transport_page(result).notes
-    said = [note for note in notes if note.startswith("not measured: local: it goes by")]
-    assert len(said) == 1 and said[0].endswith("the system forbids it")
 
 
 def test_a_carrier_that_does_not_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ from kvferry.errors import (
 from scattered import copy_scattered
 
 PROMPT_SECONDS = 8.0  # "at once", on a busy machine
-CARRIERS = ["null", "local", "local-fallback", "tcp"]
+CARRIERS = ["null", "local", "tcp"]
 LONG_ROUNDS = 400  # of BIG bytes: seconds of work on any carrier
 
 
@@ -459,7 +459,7 @@ def test_a_restarted_peer_is_another_peer(mortal: Pair) -> None:
             mortal.start("read", FIRST[0], FIRST[0], 10).wait(soon(PROMPT_SECONDS))
 
 
-@pytest.mark.parametrize("name", ["local-fallback", "tcp"])
+@pytest.mark.parametrize("name", ["tcp"])
 @both_ways
 def test_a_peer_that_stops_answering(name: str, direction: str) -> None:
     """It is late, not lost; and when it goes on, so do the bytes."""
@@ -495,11 +495,10 @@ def test_tcp_without_a_secret_stays_on_loopback() -> None:
             pair.move("read", FIRST[0], FIRST[0], 5000)
             at = slice(FIRST[0], FIRST[0] + 5000)
             assert np.array_equal(pair.memory.bytes[at], noise()[at])
-    for name in ("tcp", "local"):
-        with pytest.raises(AuthenticationError, match="openssl rand"):
-            make_carrier(name, host="0.0.0.0")
-        with pytest.raises(DescriptionError, match="at least 16 bytes, found 5"):
-            make_carrier(name, secret="short")
+    with pytest.raises(AuthenticationError, match="openssl rand"):
+        make_carrier("tcp", host="0.0.0.0")
+    with pytest.raises(DescriptionError, match="at least 16 bytes, found 5"):
+        make_carrier("tcp", secret="short")
 
 
 def test_carriers_by_name() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +25,7 @@ from kvferry.carriers.base import (
     StagedMemory,
     slices,
 )
-from kvferry.carriers.host import HostMemory
+from kvferry.carriers.host import HostMemory, Vectors
 from kvferry.carriers.tcp import carrier as tcp_carrier
 from kvferry.carriers.tcp import frames
 from kvferry.carriers.tcp.carrier import (
@@ -277,9 +279,9 @@ def test_a_peer_that_drips_its_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     """It knows the secret. Its APPLIED would be whole after 3 s, each byte long before a stall."""
     plain, dripped = TcpStream.send, threading.Event()
 
-    def send(stream: TcpStream, data: bytes, deadline: float | None = None) -> None:
+    def send(stream: TcpStream, data: bytes, *how: Any, **more: Any) -> None:
         if len(data) != HEADER.size or FrameHeader.unpack(data).kind != FrameKind.APPLIED:
-            plain(stream, data, deadline)
+            plain(stream, data, *how, **more)
             return
         dripped.set()
         with contextlib.suppress(TransferError):
@@ -326,6 +328,57 @@ def test_a_peer_that_drips_what_it_writes_is_let_go(monkeypatch: pytest.MonkeyPa
     stream.close()
     for end in (owner, user):
         end.carrier.close()
+
+
+@pytest.mark.parametrize("way", ["send", "recv", "send_vectors", "recv_vectors"])
+def test_signals_do_not_stretch_a_wait(way: str) -> None:
+    """A profiler may interrupt each of the thread's calls. The peer neither reads nor writes."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    (mine, other), memory = socket.socketpair(), np.zeros(SIZE, dtype=np.uint8)
+    stream = TcpStream(mine, 0.3)
+    what = {
+        "send": memory.data,
+        "recv": 100,
+        "send_vectors": Vectors.of(np.array([memory.ctypes.data]), np.array([SIZE])),
+        "recv_vectors": Vectors.of(np.array([memory.ctypes.data]), np.array([SIZE])),
+    }[way]
+    thread: list[int] = []
+
+    def wait() -> None:
+        thread.append(threading.get_ident())
+        with pytest.raises(DeadlineExceeded, match="no progress"):
+            getattr(stream, way)(what)
+
+    def over() -> bool:
+        if thread and not waits.done():
+            signal.pthread_kill(thread[0], signal.SIGUSR1)
+        return waits.done()
+
+    with other, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(wait)
+        try:
+            wait_until(over, 10.0)
+        finally:
+            stream.abort()
+            wait_until(waits.done)
+            signal.signal(signal.SIGUSR1, before)
+        waits.result()
+
+
+def test_a_refused_peer_that_sends_on_is_left_in_time() -> None:
+    mine, other = socket.socketpair()
+    stream, until = TcpStream(mine, 30.0), soon(10)
+
+    def flood() -> None:
+        with other, contextlib.suppress(OSError):
+            while time.monotonic() < until:
+                other.sendall(bytes(1 << 16))
+
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        assert not stream.drain(0.2)
+        stream.close()
+        flooding.result()
 
 
 @pytest.mark.parametrize("slow_link", [True, False], ids=["a slow link", "a peer that stops"])
@@ -573,7 +626,7 @@ class Hanging(Elsewhere):
     def __init__(self, end: End) -> None:
         super().__init__(end.memory)
         self.uses, self.answers = 0, threading.Event()
-        end.carrier.server.memory = self
+        end.carrier.server.staged = self
 
     def outgoing(self, address: np.ndarray, length: np.ndarray) -> Iterator[np.ndarray]:
         self.uses += 1

@@ -101,6 +101,11 @@ def test_mistakes_survive_a_way_between_processes() -> None:
         ),
         (
             "FerryConnector",
+            {"carrier_options": {"tcp": {"writable": True}}},
+            "the carrier 'tcp' has no option writable",
+        ),
+        (
+            "FerryConnector",
             {"carrier_options": {"mooncake": {"protocl": "rdma", "patience_seconds": 3}}},
             "the carrier 'mooncake' has no option protocl; it has protocol, device, workers",
         ),

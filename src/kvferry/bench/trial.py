@@ -47,7 +47,6 @@ class Tried(msgspec.Struct, frozen=True):
 
     name: str
     why_not: str = ""
-    detour: str = ""  # why it falls back to tcp
     flavour: str = ""  # a library's protocol or backends, which both sides must share
     milliseconds: float = 0.0  # to connect
 
@@ -55,9 +54,6 @@ class Tried(msgspec.Struct, frozen=True):
         if self.why_not:
             raise HandoverError(self.why_not)
         return self
-
-    def detour_to(self, peer: Tried) -> str:
-        return self.detour
 
     def disconnect(self, peer: Tried) -> None:
         """Nothing to close."""
@@ -125,7 +121,7 @@ def _connect(carrier: Any, endpoint: bytes, until: float, address: int | None) -
         return Tried(carrier.name, text_of(error))
     with contextlib.suppress(Exception):
         carrier.disconnect(peer)
-    return Tried(carrier.name, "", carrier.detour_to(peer), carrier.flavour, took)
+    return Tried(carrier.name, "", carrier.flavour, took)
 
 
 def _compare(carrier: Any, peer: Any, address: int, deadline: float) -> None:

@@ -7,8 +7,7 @@ fastest first, until one that the peer offers too connects. The log says once pe
 was chosen, and which were ruled out and why.
 
     cuda             memory on a GPU
-    local            host memory, one host; only where the system permits it. If `local` would fall
-                     back to tcp, the `tcp` carrier is used instead, where it connects
+    local            host memory, one host; only where the system permits it
     nixl, mooncake   only if the operator configured their options, which name devices and networks.
                      They come before tcp, because they are configured for a network that tcp cannot
                      use. Mooncake over TCP comes after tcp
@@ -99,15 +98,14 @@ def connect(
 ) -> Link:
     """Connect by the first of our carriers that the peer offers and that reaches it."""
     out: list[str] = []
-    held: Link | None = None  # a carrier that reaches the peer by tcp; `why` is the reason
     late: list[str] = []
     for number, carrier in enumerate(carriers):
         if carrier.name not in offered:
             out.append(f"{carrier.name}: the peer does not offer it")
             continue
-        later = [c for c in carriers[number + 1 :] if c.name in offered]
+        later = sum(c.name in offered for c in carriers[number + 1 :])
         try:
-            peer = carrier.connect(offered[carrier.name], _until(deadline, len(later)))
+            peer = carrier.connect(offered[carrier.name], _until(deadline, later))
         except KvferryError as error:  # also a peer that does not know the secret
             out.append(f"{carrier.name}: {error}")
             if isinstance(error, DeadlineExceeded):
@@ -117,19 +115,11 @@ def connect(
             log.exception("%s: carrier %s failed by an error of ours", who, carrier.name)
             out.append(f"{carrier.name}: {text_of(error)}")
             continue
-        detour = carrier.detour_to(peer)
-        if detour and held is None and any(c.name == "tcp" for c in later):
-            out.append(f"{carrier.name}: {detour}")
-            held = Link(carrier, peer, detour)
-            continue
-        if held is not None:
-            try:
-                held.carrier.disconnect(held.peer)
-            except Exception as error:
-                log.debug("leaving a peer: %s", text_of(error))
-        return _say(who, Link(carrier, peer, detour, tuple(late)), out)
-    if held is not None:
-        return _say(who, held._replace(late=tuple(late)), out)
+        why = "the first that both have and that connects"
+        if out:
+            why += f"; ruled out: {'; '.join(out)}"
+        log.info("%s: carrier %s: %s", who, carrier.name, why)
+        return Link(carrier, peer, why, tuple(late))
     raise HandoverError(f"no carrier reaches {who} ({'; '.join(out) or 'there is none'})")
 
 
@@ -140,16 +130,6 @@ def _until(deadline: float, others: int) -> float:
     return now + max(left / 2, min(left, LEAST_CONNECT_SECONDS)) if others else deadline
 
 
-def _say(who: str, link: Link, out: list[str]) -> Link:
-    """Log which carrier was chosen, and return it with the whole reason. `why` is its detour."""
-    detour = f" (by tcp: {link.why})" if link.why else ""
-    why = f"the first that both have and that connects{detour}"
-    if out:
-        why += f"; ruled out: {'; '.join(out)}"
-    log.info("%s: carrier %s: %s", who, link.carrier.name, why)
-    return link._replace(why=why)
-
-
 # A class, or its module and name if the carrier needs another library.
 CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "local": LocalCarrier,
@@ -158,7 +138,7 @@ CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
     "nixl": ("kvferry.carriers.library.nixl", "NixlCarrier"),
     "cuda": ("kvferry.carriers.cuda.carrier", "CudaCarrier"),
 }
-# Arguments that the engine gives to carriers; the others are options.
+# Arguments that the engine gives to carriers that take them; the others are options.
 ENGINES_OWN = {"secret", "host", "admits", "memory", "gpu", "limits", "writable"}
 REMOVED_OPTIONS = {  # configurations may still have them
     "packing": ("local", "tcp", "mooncake", "nixl"),
@@ -177,6 +157,7 @@ def make_carrier(name: str, **options: Any) -> Carrier:
             del options[removed]
             log.warning("carrier %s: `%s` has no effect any more; remove it", name, removed)
     takes = inspect.signature(kind).parameters
+    options = {k: v for k, v in options.items() if k in takes or k not in ENGINES_OWN}
     unknown = sorted(set(options) - set(takes))
     if unknown:
         raise TransferError(
@@ -225,12 +206,11 @@ def require_options(carriers: Sequence[str], options: Any) -> None:
             f"carrier_options has {ours}, which all carriers share; configure secret_file and peers"
         )
     for name, of_one in options.items():
-        takes = inspect.signature(carrier_class(name)).parameters
+        has = [o for o in inspect.signature(carrier_class(name)).parameters if o not in ENGINES_OWN]
         removed = {option for option, of in REMOVED_OPTIONS.items() if name in of}
-        if strange := sorted(set(of_one) - set(takes) - removed):
+        if strange := sorted(set(of_one) - {*has, "host"} - removed):
             raise DescriptionError(
-                f"the carrier {name!r} has no option {', '.join(strange)}; it has "
-                f"{', '.join(option for option in takes if option not in ENGINES_OWN)}"
+                f"the carrier {name!r} has no option {', '.join(strange)}; it has {', '.join(has)}"
             )
     unused = sorted(set(options) - set(carriers))
     if unused and list(carriers) != [AUTO]:  # "auto" opens carriers that have options

@@ -96,10 +96,6 @@ class Carrier(Protocol):
     def write(self, peer: Any, copies: Copies | StridedCopies) -> Transfer:
         return self.submit(peer, copies, reading=False)
 
-    def detour_to(self, peer: Any) -> str:
-        """The reason why this peer is reached by tcp instead, or empty."""
-        return ""
-
 
 class GrantingCarrier(Carrier, Protocol):
     """A carrier by which the owner of memory grants ranges to writers, until it closes the grant. A
@@ -259,15 +255,7 @@ def slices(copies: Copies, max_bytes: int) -> Iterator[Copies]:
     A copy that is longer than `max_bytes` comes in pieces.
     """
     for window in copies.windows():
-        longest = int(window.length.max())
-        if 0 < longest <= max_bytes and longest == int(window.length.min()):
-            step = max_bytes // longest  # quicker than adding up the lengths
-            for first in range(0, len(window), step):
-                yield window[first : first + step]
-            continue
         part = window.without_empty()
-        if len(part) == 0:
-            continue
         ends = np.cumsum(part.length)
         first, done = 0, 0  # copies and bytes yielded so far
         while first < len(part):

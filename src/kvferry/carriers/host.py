@@ -47,7 +47,6 @@ MOST_LENGTHS = 8  # distinct ones, copied one by one; with more, runs are cut in
 TAKE_RUNS = 64  # a `take` for fewer runs than this does not pay
 VECTORS_PER_CALL = 1024  # Linux's UIO_MAXIOV
 IOVEC_BYTES = 16
-SAMPLE = 512  # pairs of neighbours to check before all pairs are checked
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 # pid, local table, local count, remote table, remote count, flags (none) -> bytes moved, or -1 with
@@ -176,7 +175,7 @@ class Vectors:
 
 def joined(address: Ints, length: Ints) -> tuple[Ints, Ints]:
     """The same bytes in the same order, with touching ranges joined. No range may be empty."""
-    if len(length) < 2 or _apart(address, length):
+    if len(length) < 2:
         return address, length
     apart = np.flatnonzero(address[1:] != address[:-1] + length[:-1]) + 1
     if len(apart) + 1 == len(address):  # nothing to join, as is usual for scattered blocks
@@ -238,14 +237,6 @@ def system_call(name: str) -> SystemCall:
 @cache
 def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _apart(address: Ints, length: Ints) -> bool:
-    """Whether no two ranges of a sample of many touch; then few of all do."""
-    step = len(length) // SAMPLE
-    if step < 2:
-        return False
-    return bool((address[1::step] != (address[:-1:step] + length[:-1:step])).all())
 
 
 def _groups(length: Ints) -> Iterator[tuple[Ints | None, Ints | None, int]]:

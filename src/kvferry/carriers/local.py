@@ -7,8 +7,8 @@ has not registered. `connect` then reads the owner's *token*, sixteen random byt
 every region. The token is read again before and after every transfer. A dead process, another
 process with its pid and a closed carrier do not have the token at that address.
 
-Where this is not possible (Yama, seccomp, another pid namespace, user or host, a carrier of this
-very process), the carrier falls back to tcp by itself and logs it once.
+Where this is not possible (Yama, seccomp, another pid namespace, user or host), `connect` raises
+`PermissionDenied`, and another carrier may reach the peer.
 
 One more run costs the kernel more time than one more kilobyte. So a read of short runs that lie
 close together at the peer copies the long ranges that *cover* them into a buffer of the initiator,
@@ -21,7 +21,6 @@ vouched for.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -42,14 +41,10 @@ from kvferry.carriers.base import (
     decode_endpoint,
     slices,
 )
-from kvferry.carriers.tcp.carrier import TcpCarrier, TcpPeer
 from kvferry.carriers.transfer import Job, Workers, share
 from kvferry.carriers.vouch import ask, forget, vouch_for
 from kvferry.copies import Copies, Ints
 from kvferry.errors import Cancelled, PeerLost, PermissionDenied, ProtocolError, TransferError
-from kvferry.net.names import LOCALHOST, Admits
-
-log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 SLICE_BYTES = 8 << 20  # about two milliseconds; between two checks for a cancel
@@ -65,7 +60,7 @@ BUFFER_BYTES = COVERED_RUNS * MOST_STEP_BYTES
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Which process this is, where its token and its memory lie, and the other way to it.
+    """Which process this is, and where its token and its memory lie.
 
     Not trusted until the owner has vouched for it.
     """
@@ -78,7 +73,6 @@ class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
     token_address: Annotated[int, msgspec.Meta(ge=0, le=MOST_ADDRESS)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     regions: list[tuple[int, int]]
-    tcp: bytes
     voucher: str  # the file of the socket at which the owner vouches for this endpoint
 
     @classmethod
@@ -90,13 +84,9 @@ _endpoints = msgspec.msgpack.Decoder(LocalEndpoint)
 
 
 class LocalPeer:
-    """A process whose memory this one reaches. If it does so by tcp, `tcp` is set, and `detour` is
-    the reason.
-    """
+    """A process whose memory this one reaches."""
 
     def __init__(self, endpoint: LocalEndpoint) -> None:
-        self.tcp: TcpPeer | None = None
-        self.detour = ""
         self.connected = True
         self.pid = endpoint.pid
         self.regions = RegionTable.of([MemoryRegion(a, n) for a, n in endpoint.regions])
@@ -126,22 +116,13 @@ class LocalPeer:
 
 
 class LocalCarrier(Carrier):
-    """`secret`, `writable` and `admits` are those of the fallback: see `TcpCarrier`."""
+    """Between processes of one user on one host."""
 
     name = "local"
 
     def __init__(
-        self,
-        *,
-        secret: bytes | str | None = None,
-        host: str = LOCALHOST,
-        workers: int = 4,
-        threads_per_transfer: int = THREADS_PER_TRANSFER,
-        force_fallback: bool = False,
-        writable: bool = False,
-        admits: Admits | None = None,
+        self, *, workers: int = 4, threads_per_transfer: int = THREADS_PER_TRANSFER
     ) -> None:
-        self.tcp = TcpCarrier(secret=secret, host=host, writable=writable, admits=admits)
         self._told: set[bytes] = set()  # endpoints that were given out
         self._workers = Workers("kvferry-local", workers)
         self._helping = threads_per_transfer - 1
@@ -149,12 +130,9 @@ class LocalCarrier(Carrier):
         self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
         self._secret_token = self._token.tobytes()
         self._table = RegionTable.of([])
-        self._force_fallback = force_fallback
-        self._said_fallback = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         host.allow_any_reader()
-        self.tcp.register(regions)
         self._table = RegionTable.of([*self._table.regions(), *regions])
 
     def endpoint(self) -> bytes:
@@ -169,7 +147,6 @@ class LocalCarrier(Carrier):
                     token_address=self._token.ctypes.data,
                     token=self._secret_token,
                     regions=[(r.address, r.bytes) for r in self._table.regions()],
-                    tcp=self.tcp.endpoint(),
                     voucher=voucher,
                 )
             )
@@ -180,64 +157,33 @@ class LocalCarrier(Carrier):
 
     def connect(self, endpoint: bytes, deadline: float) -> LocalPeer:
         found = LocalEndpoint.decode(endpoint)
+        if found.boot != boot_id():
+            raise PermissionDenied("the peer runs on another host")
+        if found.pid_namespace != _pid_namespace():
+            raise PermissionDenied("the peer runs in another pid namespace (container)")
+        if _start_ticks(found.pid) != found.start_ticks:
+            raise PeerLost(
+                f"process {found.pid} is gone, or another process has its number now: the peer "
+                "restarted. Ask for its new endpoint"
+            )
+        owner = ask(found.voucher, endpoint, deadline)
+        if owner != found.pid:
+            raise ProtocolError(f"an endpoint of process {owner} names the memory of {found.pid}")
         peer = LocalPeer(found)
-        peer.detour = why = self._why_not_directly(found, peer, endpoint, deadline)
-        if not why:
-            return peer
-        if not self._said_fallback:
-            self._said_fallback = True
-            log.warning("the local carrier falls back to tcp, which is slower: %s", why)
-        peer.tcp = self.tcp.connect(found.tcp, deadline)
+        peer.require_alive()
+        peer.require_reachable()
         return peer
-
-    def detour_to(self, peer: LocalPeer) -> str:
-        return peer.detour
 
     def disconnect(self, peer: LocalPeer) -> None:
         peer.connected = False
-        if peer.tcp is not None:
-            self.tcp.disconnect(peer.tcp)
 
     def close(self) -> None:
         forget(self._told)
         self._token[:] = 0  # readers see that the carrier is closed
         self._workers.close()
         self._helpers.close()
-        self.tcp.close()
-
-    def _why_not_directly(
-        self, endpoint: LocalEndpoint, peer: LocalPeer, raw: bytes, deadline: float
-    ) -> str:
-        """Why this process cannot reach the peer's memory; raises if the peer is gone."""
-        if self._force_fallback:
-            return "it was told to"
-        if endpoint.boot != boot_id():
-            return "the peer runs on another host"
-        if endpoint.pid_namespace != _pid_namespace():
-            return "the peer runs in another pid namespace (container)"
-        if _start_ticks(endpoint.pid) != endpoint.start_ticks:
-            raise PeerLost(
-                f"process {endpoint.pid} is gone, or another process has its number now: the peer "
-                "restarted. Ask for its new endpoint"
-            )
-        try:
-            owner = ask(endpoint.voucher, raw, deadline)
-            if owner == os.getpid():
-                return "the peer is a carrier of this very process"
-            if owner != endpoint.pid:
-                raise ProtocolError(
-                    f"an endpoint of process {owner} names the memory of {endpoint.pid}"
-                )
-            peer.require_alive()
-            peer.require_reachable()
-        except PermissionDenied as error:
-            return str(error)
-        return ""
 
     def submit(self, peer: LocalPeer, copies: Copies, *, reading: bool) -> Transfer:
-        if peer.tcp is not None:
-            return self.tcp.submit(peer.tcp, copies, reading=reading)
-
         def work(job: Job) -> None:
             arrays = checked(copies, ours=self._table, theirs=peer.regions, reading=reading)
             peer.require_alive()

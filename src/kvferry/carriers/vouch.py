@@ -48,17 +48,16 @@ PREFIX = "vouch-"
 _NAME = re.compile(PREFIX + r"[0-9a-f]{32}")
 
 
-class Unreachable(PermissionDenied):
-    """No process of this user answers there. Another carrier may reach the peer."""
-
-
 def ask(name: str, endpoint: bytes, deadline: float) -> int:
     """The pid of the process that made this endpoint, as the kernel knows it.
 
-    `Unreachable` if no process of this user answers, `PeerLost` if it does not know the endpoint.
+    `PermissionDenied` if no process of this user answers: another carrier may reach the peer.
+    `PeerLost` if the process does not know the endpoint.
     """
     if not name:
-        raise Unreachable("the peer has no socket to vouch for its memory at; its log says why")
+        raise PermissionDenied(
+            "the peer has no socket to vouch for its memory at; its log says why"
+        )
     if not _NAME.fullmatch(name):
         raise ProtocolError(f"an endpoint names {name!r:.80} as the file of its owner's socket")
     deadline = min(deadline, time.monotonic() + ASK_SECONDS)
@@ -67,13 +66,13 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
     try:
         path = runtime_directory() / name
     except KvferryError as error:
-        raise Unreachable(f"no owner can be asked: {error}") from None
+        raise PermissionDenied(f"no owner can be asked: {error}") from None
     with socket.socket(socket.AF_UNIX) as question:
         try:
             _connect(question, str(path), deadline)
             owner, uid = _other_end(question)
             if uid != os.geteuid():
-                raise Unreachable(f"the peer's memory belongs to user {uid}, not to this one")
+                raise PermissionDenied(f"the peer's memory belongs to user {uid}, not to this one")
             question.sendall(hashlib.sha256(endpoint).digest())
             answer = question.recv(1)
         except TimeoutError:
@@ -81,7 +80,7 @@ def ask(name: str, endpoint: bytes, deadline: float) -> int:
         except ConnectionError:
             raise PeerLost("the process that owns the peer's memory is gone") from None
         except OSError as error:
-            raise Unreachable(
+            raise PermissionDenied(
                 f"no process of this user answers for the peer's memory ({error.strerror}): it "
                 "runs as another user, or in a container with a /dev/shm of its own (--ipc=host)"
             ) from None

@@ -86,8 +86,8 @@ PACKAGES = {  # by module: the names under which it is published, and advice if 
 }
 # Carriers to try, and advice if one fails.
 ADVICE = {
-    "local": "two engines of one host use tcp instead, which is slower; containers need one pid "
-    "namespace and the ptrace permission (--cap-add SYS_PTRACE)",
+    "local": "with auto, two engines of one host use tcp instead, which is slower; containers need "
+    "one pid namespace and the ptrace permission (--cap-add SYS_PTRACE)",
     "tcp": "allow TCP connections over the loopback interface and between hosts",
     "cuda": "caches on GPUs move by tcp instead, which stages them in host memory and is slower",
     "nixl": "only needed if it is configured; see --options and --host",
@@ -334,8 +334,6 @@ def _reached(what: str, tried: Tried, must: bool, good: str) -> Finding:
         if missing(tried.name) and tried.name in PACKAGES:
             advice = PACKAGES[tried.name][1]
         return Finding(what, "broken" if must else "missing", tried.why_not, advice)
-    if tried.detour:
-        return Finding(what, "missing", f"by tcp only: {tried.detour}", advice)
     return Finding(what, "ok", good)
 
 
@@ -364,7 +362,7 @@ def choose(what: str, settings: FerryConfig, gpu: bool, reach: Mapping[str, Trie
     ]
     if settings.carriers == (AUTO,):
         ways = list(fastest_first(ways))
-    out = {way.name: way.why_not or way.detour for way in ways}
+    out = {way.name: way.why_not for way in ways}
     out |= {name: closed for name, closed in configured.items() if closed}
     more = []
     for name in LIBRARIES:
@@ -378,9 +376,8 @@ def choose(what: str, settings: FerryConfig, gpu: bool, reach: Mapping[str, Trie
         said = f"no carrier reaches it ({_reasons(out)})"
         advice = advice or "make one of these work on both, or name another one in `carriers`"
         return Finding(what, "broken", said, advice)
-    detour = out.pop(taken.name)
-    said = taken.name + (f", by tcp: {detour}" if detour else "")
-    later = [way.name for way in ways if out.get(way.name) == ""]
+    said = taken.name
+    later = [way.name for way in ways if not way.why_not and way is not taken]
     if later:
         said += f"; else {', then '.join(later)}"
     if any(out.values()):

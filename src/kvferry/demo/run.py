@@ -62,8 +62,8 @@ class DemoResult:
 
     `gb_per_s` is `bytes` over `transfer_seconds`: the wall time from the tickets' arrival until the
     last decode rank had all its requests, with handshakes, claims, planning and last words.
-    `copy_gb_per_s` is `bytes` over the time that the busiest rank spent reading. `method` is how
-    bytes moved: "local, by tcp" if the carrier fell back to tcp.
+    `copy_gb_per_s` is `bytes` over the time that the busiest rank spent reading. `method` has the
+    carriers that moved bytes.
     """
 
     requests: int
@@ -184,7 +184,7 @@ def _reached(links: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """The carriers that moved bytes, and the reason for each."""
     ways: dict[str, str] = {}
     for name, why in links:
-        ways.setdefault(f"{name}, by tcp" if "(by tcp: " in why else name, why)
+        ways.setdefault(name, why)
     return " and ".join(ways), ". ".join(ways.values())
 
 

@@ -46,7 +46,7 @@ from kvferry.carriers.base import (
     decode_endpoint,
     slices,
 )
-from kvferry.carriers.host import HostMemory, joined
+from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     HEADER,
     HELLO_BYTES,
@@ -137,14 +137,12 @@ class TcpCarrier(GrantingCarrier):
         self._host, self._port, self._advertise = host, require_port(port), advertise
         self.limits = limits or ServerLimits()
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self.key = key.derive("tcp")
+        self.server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
         usual = STREAMS_PER_TRANSFER
         if isinstance(memory, StagedMemory):
-            usual = STAGED_STREAMS_PER_TRANSFER
-        self.key, self.streams_per_transfer = key.derive("tcp"), streams_per_transfer or usual
-        self.server = TcpServer(self.key, self.incarnation, self.limits, writable=writable)
-        self._own_memory = memory is not None
-        if memory is not None:
-            self.server.memory = memory
+            self.server.staged, usual = memory, STAGED_STREAMS_PER_TRANSFER
+        self.streams_per_transfer = streams_per_transfer or usual
         self._lock = threading.Lock()
         self._endpoint: bytes | None = None
         self._peers: list[TcpPeer] = []
@@ -156,8 +154,6 @@ class TcpCarrier(GrantingCarrier):
             raise TransferError(
                 f"{len(table)} separate regions; the tcp carrier takes at most {MAX_REGIONS}"
             )
-        if not self._own_memory:
-            self.server.memory = HostMemory(table.regions())
         self.server.regions = table
 
     def endpoint(self) -> bytes:
@@ -207,7 +203,6 @@ class TcpCarrier(GrantingCarrier):
             total = sum(int(part.length.sum()) for part in arrays.windows())
             if total == 0:
                 return
-            memory = self.server.memory
             frame = min(max(total // FRAMES_PER_TRANSFER, LEAST_FRAME_BYTES), MAX_PAYLOAD_BYTES)
             streams = Streams(peer, job, reading=reading, grant=grant)
             try:
@@ -216,7 +211,7 @@ class TcpCarrier(GrantingCarrier):
                     share(
                         job,
                         slices(arrays, frame),
-                        lambda part, following: streams.carry(memory, part, following),
+                        streams.carry,
                         peer.helpers,
                         self.streams_per_transfer - 1,
                         ahead=reading,
@@ -255,8 +250,11 @@ class TcpCarrier(GrantingCarrier):
 class TcpConnection:
     """Used by one transfer at a time. Close it if it is not `in_step` after an error."""
 
-    def __init__(self, stream: TcpStream, regions: RegionTable) -> None:
-        self.stream, self.regions = stream, regions
+    def __init__(
+        self, stream: TcpStream, regions: RegionTable, staged: StagedMemory | None
+    ) -> None:
+        self.stream, self.regions = stream, regions  # the peer's
+        self._staged = staged  # this side's, if it is not host memory
         self.in_step = True  # both sides agree on the next byte, and no answer is awaited
         self._request = 0  # number of the newest one
         self._ahead: Copies | None = None  # the copies of the newest request, if it was sent ahead
@@ -266,7 +264,8 @@ class TcpConnection:
     def open(cls, own: TcpCarrier, endpoint: TcpEndpoint, deadline: float) -> TcpConnection:
         stream = TcpStream(dial(endpoint.host, endpoint.port, deadline), own.limits.stall_seconds)
         try:
-            return cls(stream, _shake_hands(stream, own, endpoint, deadline))
+            regions = _shake_hands(stream, own, endpoint, deadline)
+            return cls(stream, regions, own.server.staged)
         except BaseException:
             stream.close()
             raise
@@ -275,7 +274,7 @@ class TcpConnection:
         """Whether the next transfer may use it. If it is readable while idle, it has ended."""
         return time.monotonic() - self._used < IDLE_SECONDS and not self.stream.wait_readable(0)
 
-    def read(self, memory: Memory, copies: Copies, following: Copies | None = None) -> None:
+    def read(self, copies: Copies, following: Copies | None = None) -> None:
         """Read these copies. `following` are the copies to read next: they are requested before
         these bytes have come, so that the peer sends them without a pause."""
         if self._ahead is not copies:
@@ -290,17 +289,17 @@ class TcpConnection:
             question = self._question(FrameKind.READ, following.src, following.length)
             unsent = self.stream.send_some(question)
             self._ahead = following
-        receive_runs(self.stream, memory, here, length)
+        receive_runs(self.stream, self._staged, here, length)
         self.stream.send(unsent)
         self._done()
 
-    def write(self, memory: Memory, copies: Copies, grant: bytes = b"") -> None:
+    def write(self, copies: Copies, grant: bytes = b"") -> None:
         kind = FrameKind.GRANTED if grant else FrameKind.WRITE
         self.stream.send(self._question(kind, copies.dst, copies.length, grant))
         here, length = joined(copies.src, copies.length)
         self._expect(FrameKind.GO)
         self.in_step = False
-        send_runs(self.stream, memory, here, length)
+        send_runs(self.stream, self._staged, here, length)
         self._expect(FrameKind.APPLIED)
         self._done()
 
@@ -418,13 +417,13 @@ class Streams:
         if self._failed:
             raise self._failed[0]
 
-    def carry(self, memory: Memory, part: Copies, following: Copies | None) -> None:
+    def carry(self, part: Copies, following: Copies | None) -> None:
         try:
             connection = self._mine[threading.get_ident()]
             if self._reading:
-                connection.read(memory, part, following)
+                connection.read(part, following)
             else:
-                connection.write(memory, part, self._grant)
+                connection.write(part, self._grant)
         except Exception as error:
             self._failed.append(error)
             if self._failed[0] is error:

@@ -32,12 +32,12 @@ A payload is the bytes of its ranges one after another, whichever way an end mov
     host memory    the kernel sends from, and receives into, the ranges themselves, 1,024 a call
     a GPU's        chunk by chunk (cuda/staging.py)
 
-A `TcpStream` is one connected socket that blocks, with the kernel's own timeouts. A call waits
-until all of its bytes have moved (`MSG_WAITALL`). It comes back early when its time is up, when the
-peer closes, and when another thread calls `abort()`. Its time is up after `stall_seconds` without
-progress, or at the deadline that it was given; without a deadline also when the peer is slower than
-`SLOWEST_BYTES_PER_SECOND`. One thread uses a stream at a time, and only that thread closes the
-descriptor, so no call ever runs on a descriptor that was given away again.
+A `TcpStream` is one connected socket that blocks. A call returns when all of its bytes have moved.
+It raises when the peer closes, when another thread calls `abort()`, and when its time is up: after
+`stall_seconds` without progress, or at the deadline that it was given. Without a deadline, its time
+is also up when the peer is slower than `SLOWEST_BYTES_PER_SECOND`. One thread uses a stream at a
+time, and only that thread closes the descriptor, so no call ever runs on a descriptor that was
+given away again.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
 
-from kvferry.carriers.base import GRANT_BYTES, Memory, StagedMemory
+import numpy as np
+
+from kvferry.carriers.base import GRANT_BYTES, StagedMemory
 from kvferry.carriers.host import Vectors, libc
 from kvferry.copies import Ints
 from kvferry.errors import (
@@ -181,22 +182,25 @@ def mac(key: bytes, role: bytes, *said: bytes) -> bytes:
     return hmac.digest(key, b"".join((role, *said)), hashlib.sha256)
 
 
-def send_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
-    """Send the ranges' bytes. The caller has checked the ranges and joined neighbours."""
-    if not isinstance(memory, StagedMemory):
+def send_runs(stream: TcpStream, staged: StagedMemory | None, address: Ints, length: Ints) -> None:
+    """Send the ranges' bytes, of host memory or of a GPU's. The caller has checked the ranges and
+    joined neighbours."""
+    if staged is None:
         stream.send_vectors(Vectors.of(address, length))
         return
-    with closing(memory.outgoing(address, length)) as chunks:
+    with closing(staged.outgoing(address, length)) as chunks:
         for chunk in chunks:
             stream.send(chunk.data)
 
 
-def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints) -> None:
+def receive_runs(
+    stream: TcpStream, staged: StagedMemory | None, address: Ints, length: Ints
+) -> None:
     """Receive bytes into the ranges."""
-    if not isinstance(memory, StagedMemory):
+    if staged is None:
         stream.recv_vectors(Vectors.of(address, length))
         return
-    with closing(memory.incoming(address, length)) as chunks:
+    with closing(staged.incoming(address, length)) as chunks:
         for chunk in chunks:
             stream.recv_into(chunk.data)
 
@@ -205,12 +209,11 @@ def receive_runs(stream: TcpStream, memory: Memory, address: Ints, length: Ints)
 SILENT_SECONDS, PROBE_SECONDS = 30, 10
 # The least mean rate of a call without a deadline, which has `stall_seconds` more.
 SLOWEST_BYTES_PER_SECOND = 64 << 10
-SHORTEST_TIMEOUT_SECONDS = 0.001  # zero would mean no timeout
+# A system call that waits returns after this time, and the thread looks at the clock. The kernel
+# cannot keep a longer time, because it begins anew when a signal interrupts a call.
+TICK_SECONDS = 0.1
 _TIMEVAL = struct.Struct("ll")
 _INT = struct.Struct("i")
-
-# descriptor, message header, flags -> bytes moved, or -1 with errno set
-_Call = Callable[[int, Any, int], int]
 
 
 class _MessageHeader(ctypes.Structure):
@@ -234,25 +237,29 @@ class TcpStream:
         self._closed = False
         self._aborted = False
         self._message = _MessageHeader()
-        self._timeouts = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
         self.stall_seconds = stall_seconds
         sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            tick = _TIMEVAL.pack(0, int(TICK_SECONDS * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, option, tick)
         if sock.family != socket.AF_UNIX:
             # no buffer sizes: the kernel lets buffers grow further than a process may ask for
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(sock, SILENT_SECONDS, PROBE_SECONDS)
 
-    def send(self, data: bytes | memoryview, deadline: float | None = None) -> None:
-        """Send all of `data` by the deadline; without one, see the module's text."""
-        if deadline is None:
-            deadline = self._patience(len(data))
-        view = memoryview(data)
-        while view:
-            self._limit(socket.SO_SNDTIMEO, deadline)
-            try:
-                view = view[self._sock.send(view, socket.MSG_NOSIGNAL) :]
-            except OSError as error:
-                raise self._error(error.errno or errno.EIO, "sending to") from None
+    def send(
+        self, data: bytes | memoryview, deadline: float | None = None, *, more: bool = False
+    ) -> None:
+        """Send all of `data` by the deadline; without one, see the module's text. With `more`, the
+        kernel may keep it until the next bytes: a header that travels alone wakes the peer twice.
+        """
+        call, at, count = _call("send"), _address(data), len(data)
+        flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0)
+
+        def step(done: int) -> int:
+            return call(self._sock.fileno(), at + done, count - done, flags)
+
+        self._repeat(step, count, "sending to", deadline)
 
     def send_some(self, data: bytes) -> memoryview:
         """Send as much as the socket takes at once, and return the rest."""
@@ -273,30 +280,19 @@ class TcpStream:
         self, view: memoryview, deadline: float | None = None, *, end_ok: bool = False
     ) -> bool:
         """Fill `view`; with `end_ok`, return False if the peer closed before the first byte."""
-        count = len(view)
-        if deadline is None:
-            deadline = self._patience(count)
-        while view:
-            self._limit(socket.SO_RCVTIMEO, deadline)
-            try:
-                got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise self._error(error.errno or errno.EIO, "waiting for") from None
-            if got == 0:
-                if end_ok and len(view) == count:
-                    return False
-                raise self._error(0, "waiting for")
-            view = view[got:]
-        return True
+        call, at, count = _call("recv"), _address(view), len(view)
+
+        def step(done: int) -> int:
+            return call(self._sock.fileno(), at + done, count - done, socket.MSG_WAITALL)
+
+        return self._repeat(step, count, "waiting for", deadline, end_ok=end_ok)
 
     def send_vectors(self, vectors: Vectors) -> None:
-        self._limit(socket.SO_SNDTIMEO, None)
-        self._move(_message_call("sendmsg"), socket.MSG_NOSIGNAL, vectors)
+        self._move(vectors, "sendmsg", socket.MSG_NOSIGNAL, "sending to")
 
     def recv_vectors(self, vectors: Vectors) -> None:
         """Bytes go straight to where the vectors point."""
-        self._limit(socket.SO_RCVTIMEO, None)
-        self._move(_message_call("recvmsg"), socket.MSG_WAITALL, vectors)
+        self._move(vectors, "recvmsg", socket.MSG_WAITALL, "waiting for")
 
     def wait_readable(self, seconds: float) -> bool:
         """Whether bytes, or the end of the connection, can be read within that time."""
@@ -314,18 +310,15 @@ class TcpStream:
 
     def drain(self, seconds: float) -> bool:
         """Stop sending, and discard the bytes that come. Returns whether the peer closed."""
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
+        self.stop_sending()
+        sink, deadline = memoryview(bytearray(1 << 16)), time.monotonic() + seconds
         try:
             while True:
-                self._limit(socket.SO_RCVTIMEO, deadline)
-                if not self._sock.recv(1 << 16):
-                    return True
+                self.recv_into(sink, deadline)
         except DeadlineExceeded:
             return False
-        except OSError as error:
-            return error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK)
+        except PeerLost:
+            return True
 
     def stop_sending(self) -> None:
         """From any thread: stop sending. Bytes that come are still read."""
@@ -349,53 +342,52 @@ class TcpStream:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(how)
 
-    def _move(self, call: _Call, flags: int, vectors: Vectors) -> None:
-        message, doing = self._message, "moving bytes to or from"
-        total, done = vectors.bytes, 0
-        deadline = self._patience(total)
+    def _move(self, vectors: Vectors, name: str, flags: int, doing: str) -> None:
+        call, message = _call(name), self._message
+
+        def step(done: int) -> int:
+            if done:
+                vectors.advance(done)
+            message.vectors, message.vector_count = vectors.head()
+            return call(self._sock.fileno(), ctypes.byref(message), flags)
+
+        self._repeat(step, vectors.bytes, doing)
+
+    def _repeat(
+        self,
+        step: Callable[[int], int],
+        total: int,
+        doing: str,
+        deadline: float | None = None,
+        *,
+        end_ok: bool = False,
+    ) -> bool:
+        """Call `step` with the number of bytes that are done, until all are. It returns how many
+        more it did, or -1 with errno set."""
+        done, stalls = 0, time.monotonic() + self.stall_seconds
+        if deadline is None:
+            deadline = stalls + total / SLOWEST_BYTES_PER_SECOND
         while done < total:
             if self._aborted:
                 raise self._error(0, doing)
-            message.vectors, message.vector_count = vectors.head()
-            moved = call(self._sock.fileno(), ctypes.byref(message), flags)
-            if moved > 0:
-                done += moved
-                vectors.advance(done)
-                if done < total and time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"{doing} the peer is too slow: {done} of {total} bytes in the time for all"
-                    )
-                continue
+            if time.monotonic() > min(deadline, stalls):
+                raise DeadlineExceeded(
+                    f"{doing} the peer took longer than allowed: {done} of {total} bytes, and no "
+                    f"progress for up to {self.stall_seconds:g} s"
+                )
+            moved = step(done)
+            if moved == 0 and done == 0 and end_ok:
+                return False
             code = ctypes.get_errno() if moved < 0 else 0
-            if code != errno.EINTR:
+            if moved <= 0 and code not in (errno.EAGAIN, errno.EINTR):
                 raise self._error(code, doing)
-
-    def _patience(self, count: int) -> float:
-        """The deadline of a call for `count` bytes, if its caller gave none."""
-        return time.monotonic() + self.stall_seconds + count / SLOWEST_BYTES_PER_SECOND
-
-    def _limit(self, option: int, deadline: float | None) -> None:
-        """Tell the kernel how long the next call may take."""
-        seconds = self.stall_seconds
-        if deadline is not None:
-            seconds = min(seconds, deadline - time.monotonic())
-            if seconds <= 0:
-                raise DeadlineExceeded("the peer did not answer by the deadline")
-        seconds = max(seconds, SHORTEST_TIMEOUT_SECONDS)
-        if self._timeouts[option] != seconds:
-            whole = int(seconds)
-            value = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
-            self._sock.setsockopt(socket.SOL_SOCKET, option, value)
-            self._timeouts[option] = seconds
+            if moved > 0:
+                done, stalls = done + moved, time.monotonic() + self.stall_seconds
+        return True
 
     def _error(self, code: int, doing: str) -> TransferError:
         if self._aborted:
             return PeerLost(f"the connection was ended on this side while {doing} the peer")
-        if code in (errno.EAGAIN, errno.EWOULDBLOCK):
-            return DeadlineExceeded(
-                f"{doing} the peer took longer than allowed (no progress for up to "
-                f"{self.stall_seconds:g} s)"
-            )
         if code == errno.EFAULT:
             return TransferError("an address on this side is not mapped; was the memory freed?")
         why = os.strerror(code) if code else "the connection was closed"
@@ -403,10 +395,16 @@ class TcpStream:
 
 
 @cache
-def _message_call(name: str) -> _Call:
-    """`sendmsg` or `recvmsg` of the C library, which release the interpreter's lock."""
+def _call(name: str) -> Callable[..., int]:
+    """A call of the C library that moves bytes: it releases the interpreter's lock, and returns
+    when a signal interrupts it."""
     function = getattr(libc(), name)
-    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    where = (ctypes.c_void_p,) if name.endswith("msg") else (ctypes.c_void_p, ctypes.c_size_t)
+    function.argtypes = (ctypes.c_int, *where, ctypes.c_int)
     function.restype = ctypes.c_ssize_t
-    call: _Call = function
+    call: Callable[..., int] = function
     return call
+
+
+def _address(data: bytes | memoryview) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

@@ -30,8 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
-from kvferry.carriers.base import GRANT_BYTES, Memory, RegionTable
-from kvferry.carriers.host import HostMemory, joined
+from kvferry.carriers.base import GRANT_BYTES, RegionTable, StagedMemory
+from kvferry.carriers.host import joined
 from kvferry.carriers.tcp.frames import (
     AUTH_BYTES,
     HEADER,
@@ -78,7 +78,7 @@ class ServerLimits:
 
 
 class TcpServer:
-    """Serves `regions` of `memory` on every connection of `listener`."""
+    """Serves `regions` of memory on every connection of `listener`."""
 
     def __init__(
         self, key: bytes, incarnation: bytes, limits: ServerLimits, *, writable: bool = False
@@ -94,7 +94,7 @@ class TcpServer:
         self.regions = RegionTable.of([])
         self.grants = Grants()
         self._writable = writable  # whether writes need no grant
-        self.memory: Memory = HostMemory([])
+        self.staged: StagedMemory | None = None  # None: host memory
         self.counters: Counter[str] = Counter()
 
     @property
@@ -268,13 +268,14 @@ class TcpServer:
         # counted first, so that a peer that has its answer finds it counted
         if header.kind == FrameKind.READ:
             self._count("reads")
-            stream.send(frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes))
-            send_runs(stream, self.memory, address, length)
+            data = frame(FrameKind.DATA, header.request, payload_bytes=header.payload_bytes)
+            stream.send(data, more=True)
+            send_runs(stream, self.staged, address, length)
             return
         granted = header.kind == FrameKind.GRANTED
         with self.grants.writing(grant, stream, address, length) if granted else nullcontext():
             stream.send(frame(FrameKind.GO, header.request))
-            receive_runs(stream, self.memory, address, length)
+            receive_runs(stream, self.staged, address, length)
         self._count("writes")
         stream.send(frame(FrameKind.APPLIED, header.request))
 
