@@ -196,7 +196,7 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Goodput and the 99th percentile of gaps by rate, as an SVG of two plots, one above the other."""
+    """Goodput and 99th percentile of gaps by rate: two plots in one SVG, one above the other."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{PLOT_WIDTH}" height="{2 * PLOT_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',

@@ -124,11 +124,15 @@ def test_the_order() -> None:
     assert fastest_first(given) == expected
 
 
-@pytest.mark.parametrize("name", ["local", "tcp"])
-def test_packing_is_accepted_and_has_no_effect(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    make_carrier(name, packing="packed").close()
+@pytest.mark.parametrize(
+    ("name", "option"), [("local", "packing"), ("local", "force_fallback"), ("tcp", "packing")]
+)
+def test_former_options_are_accepted_and_have_no_effect(
+    name: str, option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_carrier(name, **{option: True}).close()
     (said,) = caplog.records
-    assert said.getMessage() == f"carrier {name}: `packing` has no effect any more; remove it"
+    assert said.getMessage() == f"carrier {name}: `{option}` has no effect any more; remove it"
     with pytest.raises(TransferError, match="has no option packing"):
         make_carrier("cuda", packing="auto")
 

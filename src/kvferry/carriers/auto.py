@@ -141,6 +141,7 @@ CARRIERS: dict[str, type[Any] | tuple[str, str]] = {
 # Arguments that the engine gives to carriers that take them; the others are options.
 ENGINES_OWN = {"secret", "host", "admits", "memory", "gpu", "limits", "writable"}
 REMOVED_OPTIONS = {  # configurations may still have them
+    "force_fallback": ("local",),
     "packing": ("local", "tcp", "mooncake", "nixl"),
     "patience_seconds": ("mooncake",),
     "workers": ("cuda",),
