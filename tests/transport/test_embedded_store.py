@@ -57,13 +57,9 @@ def invariants(store: EmbeddedStore, told: str = "") -> None:
             size = np.concatenate((index.extent[rows], index.gap_bytes[:gaps]))
             order = np.argsort(begin)
             begin, size = begin[order], size[order]
-            assert (begin[1:] >= (begin + size)[:-1]).all(), (
-                f"two owners ({mended}) {told}"
-            )
+            assert (begin[1:] >= (begin + size)[:-1]).all(), f"two owners ({mended}) {told}"
             lost = index.arena_bytes - int(size.sum())
-            assert lost == 0 or (index.gaps_stale and not mended), (
-                f"memory lost ({mended}) {told}"
-            )
+            assert lost == 0 or (index.gaps_stale and not mended), f"memory lost ({mended}) {told}"
         assert index.arena_bytes <= arena.capacity
         assert len(index.in_state(*ix.OWNED)) == 0, told
     counters = store.counters()

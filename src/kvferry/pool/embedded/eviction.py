@@ -106,8 +106,6 @@ class Tiers:
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
-            self._growing = SharedLock(directory / "growing")  # taken before the lock
-            undo.callback(self._growing.close)
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
                 self._open(directory, wanted, disk, undo)
             self._opened = undo.pop_all()
@@ -238,17 +236,11 @@ class Tiers:
         stuck, doubt = 0, False
         try:
             while pending:
-                before = len(pending)
-                size, backed = sum(wish.size for wish in pending), 0
-                with contextlib.ExitStack() as growing:
-                    if self.arena.lacks(size):
-                        until = min(deadline, time.monotonic() + lock_seconds)
-                        growing.enter_context(self._growing.held(until))
-                        backed = self.arena.grow(size, min(wish.size for wish in pending))
-                    with self.locked(deadline, lock_seconds):
-                        self.arena.take_backed(backed)
-                        growing.close()
-                        pending = self._take(pending, doubt)
+                before, sizes = len(pending), [wish.size for wish in pending]
+                backed = self.arena.grow(sum(sizes), min(sizes))
+                with self.locked(deadline, lock_seconds):
+                    self.arena.take_backed(backed)
+                    pending = self._take(pending, doubt)
                 can_grow = self.arena.can_grow()  # others may have taken the memory meanwhile
                 stuck = stuck + 1 if len(pending) == before and not can_grow else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:
