@@ -334,14 +334,9 @@ def image_bytes(key_bytes: int, length: int) -> int:
     return header_bytes(key_bytes, length) + length
 
 
-def seal(image: memoryview, key: bytes, length: int) -> None:
-    """Write the header in front of data that is in place."""
-    size = header_bytes(len(key), length)
-    data = image[size : size + length]
-    sums = [_checksum(data[at : at + CHUNK_BYTES]) for at in range(0, length, CHUNK_BYTES)]
-    rest = _fixed_part(len(key), length) + np.asarray(sums, dtype="<u8").tobytes() + key
-    rest += bytes(size - 8 - len(rest))
-    image[:size] = _checksum(rest).to_bytes(8, "little") + rest
+def checksums(data: memoryview) -> list[int]:
+    """Of each chunk of an object."""
+    return [_checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
 
 
 def seal_alike(keys: Sequence[bytes], length: int, sums: Sums) -> NDArray[np.uint8]:
