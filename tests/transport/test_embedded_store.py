@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.carriers.base import MemoryRegion
 from kvferry.errors import StoreError
-from kvferry.pool.embedded import arena
+from kvferry.pool.embedded import arena, store
 from kvferry.pool.embedded import index as ix
 from kvferry.pool.embedded.store import EmbeddedStore
 from kvferry.pool.store import Outcome, Slices
@@ -181,7 +181,8 @@ def test_a_flipped_byte(place: Path, tier: str, where: str) -> None:
 def test_a_slice_is_checked_by_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped byte elsewhere in the object does not make a slice of other chunks fail."""
     peer = Peer(place)
-    monkeypatch.setattr(arena, "CHUNK_BYTES", 64 << 10)
+    for module in (arena, store):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 64 << 10)
     number = next(n for n in range(1000) if len(content(n)) > 200_000)
     data = content(number)
     peer.put(number)
