@@ -182,9 +182,9 @@ def test_all_memory_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     waiting, outcomes = threading.Event(), list[Outcome]()
     others_work = Tiers._others_work
 
-    def seen(self: Tiers, wishes: Any) -> bool:
+    def seen(self: Tiers) -> bool:
         waiting.set()
-        return others_work(self, wishes)
+        return others_work(self)
 
     monkeypatch.setattr(Tiers, "_others_work", seen)
     monkeypatch.setattr(eviction, "PATIENCE_SECONDS", 20.0)

@@ -257,7 +257,7 @@ class Tiers:
                 elif not pending:
                     break
                 elif doubt and not self._reap(deadline, lock_seconds, now=True):
-                    if time.monotonic() > patience or not self._others_work(wishes):
+                    if time.monotonic() > patience or not self._others_work():
                         break
                     time.sleep(PATIENCE_PAUSE_S)
                     stuck = 0
@@ -266,10 +266,10 @@ class Tiers:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
 
-    def _others_work(self, wishes: list[Wish]) -> bool:
-        """Whether anyone writes to other extents than these, and may give them up in a moment."""
-        mine = [wish.row for wish in wishes if wish.offset >= 0]
-        return bool((~np.isin(self.index.in_state(*ix.OWNED), mine)).any())
+    def _others_work(self) -> bool:
+        """Whether another process writes to extents, which may be evicted in a moment."""
+        owners = self.index.owner[self.index.in_state(*ix.OWNED)]
+        return bool((owners != self.members.me).any())
 
     def _take(self, wishes: list[Wish], doubt: bool) -> list[Wish]:
         """Take extents for the wishes whose rows no other writer has taken meanwhile. Returns the
