@@ -61,7 +61,7 @@ def forks() -> Iterator[Forks]:
 def main() -> None:
     import signal
 
-    import pool_peers  # noqa: F401  # what programs import is here already
+    import pool_lines  # noqa: F401  # what programs import is here already
 
     for line in sys.stdin:
         program, arguments, seconds = json.loads(line)

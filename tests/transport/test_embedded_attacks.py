@@ -113,7 +113,7 @@ def test_a_planted_link_is_not_followed(place: Path, tier: str) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("name", ["lock", "growing", "index", "arena", "members"])
+@pytest.mark.parametrize("name", ["lock", "index", "arena", "members"])
 def test_planted_files_are_refused(place: Path, name: str) -> None:
     Peer(place).close()
     os.chown(place / "memory" / name, NOBODY, NOBODY)

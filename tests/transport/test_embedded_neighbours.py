@@ -4,6 +4,7 @@ processes that died while they held nothing but memory."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,28 @@ def test_a_disk_that_is_not_there(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path, has_disk: bool) -> None:
+    """Its processes go on. The next one shares nothing with them, and takes no file of theirs."""
+    one = Peer(tmp_path, disk=has_disk)
+    assert one.put(1) is Outcome.DONE
+    shutil.rmtree(tmp_path / "memory")
+    assert {one.put(number) for number in range(2, 60)} == {Outcome.DONE}
+    if has_disk:
+        with pytest.raises(StoreError, match="another store that is in use"):
+            Peer(tmp_path)
+        assert {one.get(number) for number in range(1, 60)} == {Outcome.DONE}
+    else:
+        two = Peer(tmp_path, disk=False)
+        assert two.get(59) is Outcome.MISSING and two.put(1) is Outcome.DONE
+        assert one.get(59) is Outcome.DONE
+        two.close()
+    one.close()
+    last = Peer(tmp_path, disk=has_disk)
+    assert last.store.verify(soon()).corrupt == 0 and last.get(1) is Outcome.DONE
+    last.close()
+
+
 def test_a_store_without_a_disk_stays_without(tmp_path: Path) -> None:
     first = Peer(tmp_path, disk=False)
     second = Peer(tmp_path)
@@ -164,8 +187,8 @@ sys.path.insert(0, {str(SUPPORT)!r})
 from pathlib import Path
 import numpy as np
 from pool_peers import Peer, ROOM, in_pieces
-from kvferry.pool.embedded.store import EmbeddedStore
-EmbeddedStore._write = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+from kvferry.pool.embedded import store
+store.copy_runs = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 peer = Peer(Path({str(tmp_path)!r}), disk=False)
 peer.store.put(["a/%d" % i for i in range(5)], [in_pieces(peer.base, 280_000, 2)] * 5, 1e6)
 """

@@ -174,6 +174,36 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 # A full index
 
 
+def test_all_memory_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when many ranks save at a time: a put waits until others have written what may then be
+    evicted for it. Where they do not end in time, it is told that there is no room."""
+    one, two = Small(tmp_path), Small(tmp_path)
+    keys, size = [f"a{i}" for i in range(10)], OBJECT
+    waiting, outcomes = threading.Event(), list[Outcome]()
+    others_work = Tiers._others_work
+
+    def seen(self: Tiers) -> bool:
+        waiting.set()
+        return others_work(self)
+
+    monkeypatch.setattr(Tiers, "_others_work", seen)
+    monkeypatch.setattr(eviction, "PATIENCE_SECONDS", 20.0)
+    put = threading.Thread(target=lambda: outcomes.extend(two.put("b")))
+    with one.store.granting(keys, [size] * 10, [True] * 10, soon()) as granted:
+        assert len(granted.wishes) == 10
+        put.start()
+        assert waiting.wait(20)
+        granted.publish(np.full(10, size), np.zeros(10, dtype=np.uint64))  # of one chunk each
+    put.join(20)
+    assert outcomes == [Outcome.DONE] and two.get("b") is Outcome.DONE
+    one.store.clear(soon())
+    monkeypatch.setattr(eviction, "PATIENCE_SECONDS", 0.05)
+    with one.store.granting(keys, [size] * 10, [True] * 10, soon()):
+        assert two.put("c") == [Outcome.FULL]
+    two.store.close()
+    one.store.close()
+
+
 @pytest.mark.parametrize("order", ["ghost first", "ghost last"])
 def test_a_batch_leaves_its_own_ghosts_alone(tmp_path: Path, order: str) -> None:
     """Sixteen slots, fifteen objects: a new key may not take the slot of a known one beside it."""

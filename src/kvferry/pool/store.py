@@ -3,9 +3,9 @@
 
 An object is all that one rank wrote of one block of one group; its bytes never change. The store
 reads and writes registered memory of this process, by address, without extra copies. All methods
-take batches, may be called from any thread, and end by their deadline (absolute, on
-`time.monotonic()`). If one object fails, its outcome says so, and the rest of the batch continues.
-Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
+take batches, may be called from any thread (`register` by one at a time), and end by their deadline
+(absolute, on `time.monotonic()`). If one object fails, its outcome says so, and the rest of the
+batch continues. Only a failure of the whole call (the store cannot be reached) raises `StoreError`.
 
 A store keeps whole objects only: after a crash at any point, an object exists with all its bytes or
 not at all. The embedded store and `CheckedStore` check each range that they read against the bytes

@@ -158,15 +158,15 @@ class Arena:
     def can_grow(self) -> bool:
         return self.backed() < self.capacity and time.monotonic() >= self._grow_after
 
-    def lacks(self, size: int) -> bool:
-        """Whether no gap has `size` bytes, and the arena can grow."""
-        return self.can_grow() and self._first_gap(size) < 0
-
     def grow(self, size: int, least: int) -> int:
-        """Back more of the arena: a large step, or only `size` bytes. Returns how many bytes are
-        backed then, for `take_backed`. One process at a time calls it, with a lock of its own."""
+        """If no gap has `size` bytes, back more of the arena: a large step, or only `size` bytes.
+        Returns how many bytes are backed then, for `take_backed`. Needs no lock.
+
+        Several processes may be given the same memory; the first to call `take_backed` adds it. If
+        one of them asks for more than there is, the system keeps what the others were given.
+        """
         end = self.backed()
-        if not self.lacks(size):  # another process was quicker
+        if not self.can_grow() or self._first_gap(size) >= 0:
             return end
         steps = [max(GROW_BYTES, size)]
         while size >= max(least, ALIGN):  # where memory is short, what there is
@@ -334,14 +334,9 @@ def image_bytes(key_bytes: int, length: int) -> int:
     return header_bytes(key_bytes, length) + length
 
 
-def seal(image: memoryview, key: bytes, length: int) -> None:
-    """Write the header in front of data that is in place."""
-    size = header_bytes(len(key), length)
-    data = image[size : size + length]
-    sums = [_checksum(data[at : at + CHUNK_BYTES]) for at in range(0, length, CHUNK_BYTES)]
-    rest = _fixed_part(len(key), length) + np.asarray(sums, dtype="<u8").tobytes() + key
-    rest += bytes(size - 8 - len(rest))
-    image[:size] = _checksum(rest).to_bytes(8, "little") + rest
+def checksums(data: memoryview) -> list[int]:
+    """Of each chunk of an object."""
+    return [_checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
 
 
 def seal_alike(keys: Sequence[bytes], length: int, sums: Sums) -> NDArray[np.uint8]:

@@ -62,6 +62,8 @@ ADOPT_SECONDS = 5.0  # the first opener waits this long for records of files; ot
 UPDATE_SECONDS = 1.0  # wait for the lock, past a caller's deadline, to give back extents
 SHORT_WAIT_S = 0.01  # a reader's wait for the lock: a hundred times as long as most hold it
 REAP_SECONDS = 1.0  # between two looks for extents of dead processes, while objects can be evicted
+PATIENCE_SECONDS = 0.5  # of a put while others write all objects that could make room for it
+PATIENCE_PAUSE_S = 0.02  # between two looks, which take milliseconds of the lock in a large store
 ROUNDS = 6  # tries to make room for one batch: others may take the freed memory
 FEW_OBJECTS = 4096  # up to here, victims are looked for each time, and only as many as needed
 BATCH_SHARE = 256  # beyond, at least this part of the memory is freed at a time
@@ -106,8 +108,6 @@ class Tiers:
         with contextlib.ExitStack() as undo:  # a process that is refused leaves nothing open
             self.lock = SharedLock(directory / "lock")
             undo.callback(self.lock.close)
-            self._growing = SharedLock(directory / "growing")  # taken before the lock
-            undo.callback(self._growing.close)
             with self.lock.held(time.monotonic() + OPEN_SECONDS):
                 self._open(directory, wanted, disk, undo)
             self._opened = undo.pop_all()
@@ -236,19 +236,14 @@ class Tiers:
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
         stuck, doubt = 0, False
+        patience = time.monotonic() + (PATIENCE_SECONDS if math.isinf(lock_seconds) else 0.0)
         try:
             while pending:
-                before = len(pending)
-                size, backed = sum(wish.size for wish in pending), 0
-                with contextlib.ExitStack() as growing:
-                    if self.arena.lacks(size):
-                        until = min(deadline, time.monotonic() + lock_seconds)
-                        growing.enter_context(self._growing.held(until))
-                        backed = self.arena.grow(size, min(wish.size for wish in pending))
-                    with self.locked(deadline, lock_seconds):
-                        self.arena.take_backed(backed)
-                        growing.close()
-                        pending = self._take(pending, doubt)
+                before, sizes = len(pending), [wish.size for wish in pending]
+                backed = self.arena.grow(sum(sizes), min(sizes))
+                with self.locked(deadline, lock_seconds):
+                    self.arena.take_backed(backed)
+                    pending = self._take(pending, doubt)
                 can_grow = self.arena.can_grow()  # others may have taken the memory meanwhile
                 stuck = stuck + 1 if len(pending) == before and not can_grow else 0
                 if not pending or stuck > ROUNDS or time.monotonic() > deadline:
@@ -259,12 +254,22 @@ class Tiers:
                 pending = [wish for wish in pending if not wish.declined]
                 if len(victims):
                     self.evict_rows(victims, deadline, lock_seconds)
-                elif not pending or (doubt and not self._reap(deadline, lock_seconds, now=True)):
+                elif not pending:
                     break
+                elif doubt and not self._reap(deadline, lock_seconds, now=True):
+                    if time.monotonic() > patience or not self._others_work():
+                        break
+                    time.sleep(PATIENCE_PAUSE_S)
+                    stuck = 0
                 doubt = stuck > 1 or len(victims) == 0
         except BaseException:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
             raise
+
+    def _others_work(self) -> bool:
+        """Whether another process writes to extents, which may be evicted in a moment."""
+        owners = self.index.owner[self.index.in_state(*ix.OWNED)]
+        return bool((owners != self.members.me).any())
 
     def _take(self, wishes: list[Wish], doubt: bool) -> list[Wish]:
         """Take extents for the wishes whose rows no other writer has taken meanwhile. Returns the

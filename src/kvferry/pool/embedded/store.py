@@ -45,11 +45,11 @@ from kvferry.pool.embedded.arena import (
     WantedObject,
     aligned,
     analyse,
+    checksums,
     header_bytes,
     image_bytes,
     open_alike,
     open_image,
-    seal,
     seal_alike,
     serve,
 )
@@ -515,12 +515,19 @@ class EmbeddedStore:
         goes_last: bool = False,
     ) -> list[Outcome]:
         """Put objects whose memory is `good`; the others get FAILED."""
-        sizes = sizes_of(objects).tolist()
-        with self.granting(keys, sizes, good, deadline, goes_last=goes_last) as granted:
-            for at, wish in granted.wishes.items():
-                if time.monotonic() <= deadline:
-                    self._write(wish, keys[at].encode(), objects[at])
-                    granted.outcomes[at] = Outcome.DONE
+        sizes, arena = sizes_of(objects), self._tiers.arena
+        with self.granting(keys, sizes.tolist(), good, deadline, goes_last=goes_last) as granted:
+            which = list(granted.wishes)
+            sums: list[int] = []
+            done = 0
+            for at, place in zip(which, granted.places(sizes[which]).tolist(), strict=True):
+                if time.monotonic() > deadline:
+                    break
+                address, length = objects[at].address, objects[at].length
+                copy_runs(address, place + np.cumsum(length) - length, length)
+                sums += checksums(arena.view(place - arena.address, int(sizes[at])))
+                done += 1
+            granted.publish(sizes[which[:done]], np.array(sums, dtype=np.uint64))
         return granted.outcomes
 
     @contextlib.contextmanager
@@ -607,18 +614,6 @@ class EmbeddedStore:
                 wishes[at] = Wish(row, key_low, key_high, size, ix.WRITING)
         return wishes
 
-    def _write(self, wish: Wish, key: bytes, ranges: Slices) -> None:
-        """Write an object to the extent that was granted, and publish its record."""
-        arena, index, row, offset = self._tiers.arena, self._index, wish.row, wish.offset
-        length = int(ranges.length.sum())
-        size = image_bytes(len(key), length)
-        start = arena.address + offset + header_bytes(len(key), length)
-        ends = np.cumsum(ranges.length)
-        copy_runs(ranges.address, start + ends - ranges.length, ranges.length)
-        seal(arena.view(offset, size), key, length)
-        index.length[row], index.image_bytes[row] = length, size
-        index.state[row] = ix.MEMORY
-
 
 @dataclass(slots=True, eq=False)
 class Granted:
@@ -638,12 +633,14 @@ class Granted:
         return found
 
     def publish(self, sizes: Ints, sums: Sums) -> None:
-        """All granted objects are in place; `sums` are the checksums of their chunks."""
+        """The first of the granted objects are in place: `sizes` has one for each of them, `sums`
+        the checksums of their chunks."""
         arena, index = self.tiers.arena, self.tiers.index
         counts = -(-sizes // CHUNK_BYTES)
         ends = np.cumsum(counts)
-        wishes = list(self.wishes.values())
-        names = [self.keys[at].encode() for at in self.wishes]
+        places = list(self.wishes)[: len(sizes)]
+        wishes = [self.wishes[at] for at in places]
+        names = [self.keys[at].encode() for at in places]
         rows = np.array([wish.row for wish in wishes], dtype=np.int64)
         name_bytes = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
         for size, _, some in _alike(sizes, name_bytes, np.arange(len(names))):
@@ -655,7 +652,7 @@ class Granted:
             index.length[rows[some]] = size
             index.image_bytes[rows[some]] = headers.shape[1] + size
         index.state[rows] = ix.MEMORY
-        for at in self.wishes:
+        for at in places:
             self.outcomes[at] = Outcome.DONE
 
     def give_back(self) -> None:
