@@ -23,6 +23,7 @@ from kvferry.carriers.base import TransferState
 from kvferry.carriers.cuda import carrier as carrier_module
 from kvferry.carriers.cuda import kernels, stream
 from kvferry.carriers.cuda.carrier import CudaTransfer, CudaTransfers
+from kvferry.carriers.cuda.driver import CudaError
 from kvferry.carriers.cuda.kernels import Kernel
 from kvferry.carriers.cuda.stream import (
     LAUNCH_BYTES,
@@ -493,6 +494,50 @@ def test_a_transfer_whose_peer_ended_is_lost(copying: Copying) -> None:
     SlowEvent.reached.set()
     with pytest.raises(PeerLost):
         transfer.wait(0.0)
+
+
+def test_no_thread_takes_a_lost_transfer_for_a_good_one(copying: Copying) -> None:
+    """Two threads look at a transfer when it ends: while one of them checks the peer, the other
+    one has no answer yet."""
+    transfer, seen, other = copying.read(), list[TransferState](), threading.Event()
+
+    def ask() -> None:
+        seen.append(transfer.poll())
+        other.set()
+
+    asking = threading.Thread(target=ask)
+
+    def check() -> None:
+        asking.start()
+        assert not other.wait(0.1)
+        raise PeerLost("the peer is gone")
+
+    copying.peer.check = check  # type: ignore[method-assign]
+    SlowEvent.reached.set()
+    with pytest.raises(PeerLost):
+        transfer.wait(0.0)
+    asking.join(10)
+    assert seen == [TransferState.FAILED]
+
+
+def test_a_device_that_failed_ends_transfers_and_closes(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some errors a device refuses everything, also its context and what frees memory."""
+    transfer, other = copying.read(), copying.read()
+
+    def refuse(*_: object) -> Any:
+        raise CudaError("an illegal memory access was encountered")
+
+    SlowEvent.reached.set()
+    other.wait(0.0)  # its buffers are idle
+    for of, name in ((SlowEvent, "done_yet"), (host_device.Handle, "destroy")):
+        monkeypatch.setattr(of, name, refuse)
+    monkeypatch.setattr(HostDevice, "current", refuse)
+    with pytest.raises(CudaError, match="illegal"):
+        transfer.wait(0.0)
+    assert transfer.settled() and copying.peer.held == 0 and not copying.transfers.left
+    copying.pool.close()
 
 
 def test_closing_ends_transfers(copying: Copying) -> None:

@@ -27,7 +27,14 @@ from kvferry.carriers.base import Bytes, MemoryRegion, StagedMemory, slices
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
 from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device_of
-from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
+from kvferry.carriers.cuda.stream import (
+    Mapped,
+    StreamBuffers,
+    best_chunk,
+    free_all,
+    kept,
+    wait_event,
+)
 from kvferry.copies import Copies, Ints
 from kvferry.errors import KvferryError, TransferError
 from kvferry.workers import Threads, start_compiler
@@ -360,7 +367,7 @@ class StagingPool:
             self._closed = True
             unused = self._removed()
         self._freeing.close()
-        self._free(unused)
+        free_all(self._device, unused)
 
     def _take(self) -> StagingBuffers:
         with self._changed:
@@ -390,9 +397,9 @@ class StagingPool:
                 unused = self._removed()
             if unused:
                 with contextlib.suppress(KvferryError):  # closed, or no thread can be started
-                    self._freeing.submit(partial(self._free, unused))
+                    self._freeing.submit(partial(free_all, self._device, unused))
                     return
-        self._free(unused)
+        free_all(self._device, unused)
 
     def _removed(self) -> list[StagingBuffers]:
         """With the lock held: remove the oldest idle buffers, but for those that are kept."""
@@ -405,14 +412,6 @@ class StagingPool:
         self._wide -= count
         self._changed.notify(count)
         return removed
-
-    def _free(self, unused: list[StagingBuffers]) -> None:
-        if not unused:
-            return
-        with self._device.current():
-            for staging in unused:
-                with contextlib.suppress(TransferError):  # a device that failed
-                    staging.free()
 
 
 GRAIN = 16  # addresses and lengths that the mixing kernel takes are multiples of it

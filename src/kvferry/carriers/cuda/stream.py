@@ -365,17 +365,21 @@ class Pool(Generic[P]):
                 self._idle.append(buffers)
                 return
             self._count -= 1
-        with self.device.current():
-            buffers.free()
+        free_all(self.device, [buffers])
 
     def close(self) -> None:
         """Free idle buffers now, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
-        with self.device.current():
-            for buffers in idle:
-                buffers.free()
+        free_all(self.device, idle)
+
+
+def free_all(device: Device, unused: Sequence[Freeable]) -> None:
+    """Free these buffers. A device that failed refuses, and the process needs no more of it."""
+    for buffers in unused:
+        with contextlib.suppress(TransferError), device.current():
+            buffers.free()
 
 
 FAR = 1 << 62  # the sum of two numbers below it fits int64
