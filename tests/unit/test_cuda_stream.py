@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -466,6 +467,22 @@ def test_a_cancelled_transfer_queues_no_more(
     with pytest.raises(Cancelled):
         transfer.wait(0.0)
     assert used[-1].launches == 1 and copying.peer.held == 0 and transfer.settled()
+
+
+def test_a_stuck_device_is_waited_for_once(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many transfers are under way, a peer is disconnected, or a carrier closed, within
+    one limit."""
+    monkeypatch.setattr(carrier_module, "CANCEL_SECONDS", 0.2)
+    stuck = [copying.read() for _ in range(20)]
+    began = time.monotonic()
+    copying.transfers.close()
+    assert time.monotonic() - began < 10 * 0.2
+    SlowEvent.reached.set()
+    for transfer in stuck:
+        with pytest.raises(Cancelled):
+            transfer.wait(0.0)
 
 
 def test_too_many_transfers_wait_for_their_turn(

@@ -411,11 +411,12 @@ class CudaTransfers:
                 return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
-        """Cancel the transfers of one peer, or all."""
+        """Cancel the transfers of one peer, or all. A device that is stuck is waited for once."""
+        deadline = time.monotonic() + CANCEL_SECONDS
         for transfer, its in list(self.left.items()):
             if peer is None or its is peer:
                 with contextlib.suppress(TransferError):
-                    transfer.cancel()
+                    transfer.cancel(deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -474,7 +475,7 @@ class CudaTransfer:
             self._transfers.begin_next()
         return ended
 
-    def cancel(self) -> None:
+    def cancel(self, deadline: float | None = None) -> None:
         if self.settled():
             return
         with self._lock:
@@ -484,7 +485,7 @@ class CudaTransfer:
             self._steps = None
             if not self.begun:
                 self._end()
-        if not self._ends_by(time.monotonic() + CANCEL_SECONDS):
+        if not self._ends_by(deadline or time.monotonic() + CANCEL_SECONDS):
             raise DeadlineExceeded(
                 f"{self._what} was cancelled, and the device does not end it; bytes may still come"
             )
