@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import host_device
-from host_device import HostDevice
+from host_device import COUNT, CopyKernel, HostDevice
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.base import TransferState
 from kvferry.carriers.cuda import carrier as carrier_module
@@ -40,49 +40,6 @@ from kvferry.plan.bind import _constant
 
 SIZE = 4 << 20
 FAR = 1 << 44  # the peer's addresses are not ours
-COUNT = 4  # chunks of a program
-
-
-@dataclass
-class Launched:
-    """The copy kernel of one form, and what it was asked to do."""
-
-    chunk: int
-    search: bool
-    fill: bool
-    grain: int
-    launches: int = 0
-
-    def launch(self, grid: int, stream: Any, values: list[int]) -> None:
-        tables, (length, src_shift, dst_shift) = values[:8], values[8:11]
-        segments, steps, chunks, rounds, begin, end = values[11:17]
-        assert grid == -(-(end - begin) // COUNT)
-        assert 2**rounds > segments
-        self.launches += 1
-
-        def at(table: int, index: int) -> int:
-            return ctypes.c_int64.from_address(tables[table] + 8 * index).value
-
-        for item in range(begin, end):
-            if self.search:
-                outer, within = divmod(item, chunks)
-                row, step = divmod(outer, steps)
-                segment = max(s for s in range(segments) if at(7, s) <= within)
-                chunk, full = within - at(7, segment), at(6, segment)
-            else:
-                copy, chunk = divmod(item, chunks)
-                outer, step = divmod(copy, steps)
-                row, segment = divmod(outer, segments)
-                full = length
-            done = chunk * self.chunk
-            size = min(self.chunk, full - done)
-            src = at(0, row) + at(2, segment) + at(4, step) + done + src_shift
-            dst = at(1, row) + at(3, segment) + at(5, step) + done + dst_shift
-            assert size > 0 and (src | dst | size) % self.grain == 0
-            if self.fill:
-                ctypes.memset(dst, 0, size)
-            else:
-                ctypes.memmove(dst, src, size)
 
 
 @dataclass
@@ -113,12 +70,12 @@ class Memories:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+def used(monkeypatch: pytest.MonkeyPatch) -> list[CopyKernel]:
     """Kernels in the order of their use; they run on the host."""
-    found: list[Launched] = []
+    found: list[CopyKernel] = []
 
     def kernel(device: Any, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel:
-        found.append(Launched(chunk, search, fill, grain))
+        found.append(CopyKernel(chunk, search, fill, grain))
         return Kernel(found[-1], chunk, COUNT)  # type: ignore[arg-type]
 
     host_device.use(monkeypatch)
@@ -170,7 +127,7 @@ def expected(copies: StridedCopies, memories: Memories) -> np.ndarray:
     ids=["strided", "so few that the kernel reads them itself", "chunks", "long: in pieces"],
 )
 def test_what_is_copied(
-    used: list[Launched],
+    used: list[CopyKernel],
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
     segments: int,
@@ -203,7 +160,7 @@ def test_what_is_copied(
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_used_cache_is_one_launch(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, together: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     """Each layer is a region. A request's blocks are a long run, and the region's last block."""
     if not together:
@@ -234,7 +191,7 @@ def test_a_used_cache_is_one_launch(
 
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("fill", [False, True])
-def test_single_copies_of_any_integers(used: list[Launched], triton: bool, fill: bool) -> None:
+def test_single_copies_of_any_integers(used: list[CopyKernel], triton: bool, fill: bool) -> None:
     """Addresses and lengths have no common divisor; without Triton, the driver copies each."""
     memories, on = Memories.make(), buffers(triton)
     memories.ours[:] = 7
@@ -252,7 +209,7 @@ def test_single_copies_of_any_integers(used: list[Launched], triton: bool, fill:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one region", "rows in two regions"])
 def test_more_segments_than_a_window(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, apart: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """Cut into several batches, which take turns with the slots."""
     monkeypatch.setattr(stream, "WINDOW", 16)
@@ -264,7 +221,7 @@ def test_more_segments_than_a_window(
     assert len(used) == 7
 
 
-def test_copies_in_regions_that_lie_apart(used: list[Launched]) -> None:
+def test_copies_in_regions_that_lie_apart(used: list[CopyKernel]) -> None:
     """Neither one region nor one for each row: every copy is placed by itself."""
     src = np.random.default_rng(2).integers(1, 256, 300, dtype=np.uint8)
     dst = np.zeros(300, dtype=np.uint8)
@@ -284,7 +241,7 @@ def test_copies_in_regions_that_lie_apart(used: list[Launched]) -> None:
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("segments", [50, 9000])
 def test_copies_that_leave_registered_memory(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, segments: int, triton: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, segments: int, triton: bool
 ) -> None:
     """The last of many, on either side: nothing is copied."""
     if segments == 9000:
@@ -323,7 +280,7 @@ def test_copies_that_leave_registered_memory(
     ("address", "length"),
     [(999, 1), (1999, 2), (1500, 600), (2499, 2), (-1, 1), (1000, -1), ((1 << 63) - 1, 1)],
 )
-def test_the_seam_of_two_allocations(used: list[Launched], address: int, length: int) -> None:
+def test_the_seam_of_two_allocations(used: list[CopyKernel], address: int, length: int) -> None:
     """They lie side by side in the peer's memory, and not here."""
     src = Mapped.of([([MemoryRegion(1000, 1000)], 50), ([MemoryRegion(2000, 500)], -700)])
     dst = Mapped.of([([MemoryRegion(9000, 3000)], 0)])
@@ -420,7 +377,7 @@ class Copying:
 
 
 @pytest.fixture
-def copying(used: list[Launched], monkeypatch: pytest.MonkeyPatch) -> Copying:
+def copying(used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch) -> Copying:
     monkeypatch.setattr(stream, "CudaEvent", SlowEvent)
     SlowEvent.reached.clear()
     return Copying()
@@ -437,7 +394,7 @@ def test_a_transfer_ends_when_the_device_has(copying: Copying) -> None:
 
 
 def test_a_large_transfer_is_queued_in_steps(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit is queued at once; a thread that looks goes on with it."""
     monkeypatch.setattr(carrier_module, "QUEUED_BYTES", 1)
@@ -453,7 +410,7 @@ def test_a_large_transfer_is_queued_in_steps(
 
 
 def test_a_cancelled_transfer_queues_no_more(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_module, "QUEUED_BYTES", 1)
     monkeypatch.setattr(carrier_module, "CANCEL_SECONDS", 0.01)
@@ -486,7 +443,7 @@ def test_a_stuck_device_is_waited_for_once(
 
 
 def test_too_many_transfers_wait_for_their_turn(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_module, "MOST_BEGUN", 2)
     monkeypatch.setattr(carrier_module, "SWEPT_FROM", 1)
