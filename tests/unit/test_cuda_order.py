@@ -66,7 +66,7 @@ def test_saves_behind_steps_and_loads(
     cache, host = memory_of(blocks * RUNS * RUN), memory_of(blocks * RUNS * RUN)
     layers = cache.reshape(RUNS, blocks, RUN)
     region = MemoryRegion(cache.ctypes.data, cache.nbytes)
-    bus = Bus([region], piece_bytes=3 * RUNS * RUN)
+    bus = Bus([region], piece_bytes=RUNS * RUN)
     bus.pin(host.ctypes.data, host.nbytes, lambda first, size: size)
     wait_until(lambda: bus.pinned_bytes == host.nbytes)
     early_memory = RegionTable.of([MemoryRegion(cache.ctypes.data, early_runs * blocks * RUN)])
@@ -145,7 +145,7 @@ def test_staging_buffers(
     on: HostDevice, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent and received through small buffers; each second transfer is given up in the middle."""
-    monkeypatch.setattr(staging, "WIDE", Width(3000, 1024))
+    monkeypatch.setattr(staging, "WIDE", Width(1100, 1024))
     monkeypatch.setattr(stream, "LEAST_SLOT_NUMBERS", 8)  # slots grow, and give memory back
     cache = memory_of(1 << 16)
     memory = DeviceMemory([MemoryRegion(cache.ctypes.data, cache.nbytes)])
@@ -191,9 +191,9 @@ def test_transfers(
     on: HostDevice, rng: np.random.Generator, cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several tables each, beside each other, with few slots; ended or given up."""
-    monkeypatch.setattr(carrier, "QUEUED_BYTES", 2000)
+    monkeypatch.setattr(carrier, "QUEUED_BYTES", int(rng.choice([250, 2000])))
     monkeypatch.setattr(carrier, "CANCEL_SECONDS", 30.0)
-    monkeypatch.setattr(stream, "LAUNCH_BYTES", 1000)
+    monkeypatch.setattr(stream, "LAUNCH_BYTES", 300)
     monkeypatch.setattr(stream, "LEAST_SLOT_NUMBERS", 8)
     monkeypatch.setattr(stream, "WINDOW", 7)
     monkeypatch.setattr(stream, "PIECEWISE_BYTES", 0)
