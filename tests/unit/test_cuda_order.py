@@ -7,6 +7,7 @@ would read or write wrong bytes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import partial
 from itertools import pairwise
@@ -23,6 +24,7 @@ from kvferry.carriers.cuda import bus as buses
 from kvferry.carriers.cuda import carrier, staging, stream
 from kvferry.carriers.cuda.bus import Bus, BusObjects
 from kvferry.carriers.cuda.carrier import CudaTransfer, CudaTransfers
+from kvferry.carriers.cuda.driver import CudaError
 from kvferry.carriers.cuda.staging import DeviceMemory, Width
 from kvferry.carriers.cuda.stream import Mapped, Pool, StreamBuffers
 from kvferry.copies import Copies
@@ -183,6 +185,8 @@ def test_staging_buffers(
         before = cache.copy()
         run_all()
         assert np.array_equal(cache, before)  # nothing comes later
+        memory.zero(address, length)
+        assert not any(cache[place].any() for place in places)
     memory.close()
 
 
@@ -230,6 +234,77 @@ def test_transfers(
         theirs[:] = 0
         run_all()
         assert np.array_equal(ours, before)
+    pool.close()
+
+
+@pytest.mark.parametrize("what", ["save", "load", "send", "receive", "transfer"])
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_what_fails_in_the_middle_leaves_nothing_under_way(
+    on: HostDevice,
+    rng: np.random.Generator,
+    what: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver refuses one call. When the error has come, the memory is others', and the buffers
+    serve the next one."""
+    monkeypatch.setattr(buses, "DIRECT_BYTES", RUN if way == "direct" else 1 << 40)
+    monkeypatch.setattr(staging, "WIDE", Width(3 * RUN, RUN))
+    monkeypatch.setattr(stream, "WINDOW", 3)
+    count = 8
+    size = count * RUN
+    cache, host = memory_of(size), memory_of(size)
+    region = MemoryRegion(cache.ctypes.data, size)
+    bus = Bus([region], piece_bytes=2 * RUN)
+    bus.pin(host.ctypes.data, size, lambda first, size: size)
+    wait_until(lambda: bus.pinned_bytes == size)
+    memory, transfers = DeviceMemory([region]), CudaTransfers()
+    pool = Pool(on, lambda: StreamBuffers(on, triton=True))  # type: ignore[arg-type]
+    number = np.arange(count, dtype=np.int64)
+    length, one = np.full(count, RUN), np.ones(count, dtype=np.int64)
+    here, there = host.ctypes.data + number * RUN, cache.ctypes.data + number * RUN
+    objects = BusObjects(here, length, one, one - 1, there, length)
+    sides = [Mapped.of([([MemoryRegion(m.ctypes.data, size)], 0)]) for m in (cache, host)]
+
+    def steps(buffers: StreamBuffers) -> Any:
+        return buffers.steps(Copies(there, here, length), *sides)
+
+    def work() -> None:
+        if what == "save":
+            bus.out(objects, CHUNK, soon()).finish()
+        elif what == "load":
+            bus.back(objects, CHUNK, soon()).finish()
+        elif what == "send":
+            memory.gather(there, length, host)
+        elif what == "receive":
+            memory.scatter(host, there, length)
+        else:
+            CudaTransfer(transfers, pool, Peer(), steps, "a read").wait(soon())  # type: ignore[arg-type]
+
+    plain = LateStream.add
+    for _ in range(4):
+        fails = int(rng.integers(1, 25))
+        calls = iter(range(1, 1 << 20))
+
+        def add(self: LateStream, *of: Any, fails: int = fails, calls: Any = calls) -> None:
+            if next(calls) == fails:
+                raise CudaError("no resources")
+            plain(self, *of)
+
+        for memory_ in (cache, host):
+            memory_[:] = rng.integers(0, 256, size, dtype=np.uint8)
+        with monkeypatch.context() as patch, contextlib.suppress(CudaError):
+            patch.setattr(LateStream, "add", add)
+            work()
+        for memory_ in (cache, host):
+            memory_[:] = rng.integers(0, 256, size, dtype=np.uint8)
+        before = cache.copy(), host.copy()
+        run_all()
+        assert np.array_equal(cache, before[0]) and np.array_equal(host, before[1])
+        work()
+        assert np.array_equal(cache, host) and not np.array_equal(*before)
+    bus.close()
+    memory.close()
     pool.close()
 
 

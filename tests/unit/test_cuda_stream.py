@@ -6,7 +6,6 @@ compared with loops over the copies, which share nothing with the code under tes
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 import time
