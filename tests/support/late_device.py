@@ -41,8 +41,11 @@ class Queues:
             self._one()
 
     def until(self, over: Callable[[], bool]) -> None:
-        while not over():
-            assert self._one(), "nothing ends this wait"
+        while True:
+            with self.lock:
+                if over():
+                    return
+                assert self._one(), "nothing ends this wait"
 
     def _one(self) -> bool:
         with self.lock:

@@ -91,20 +91,6 @@ class BusObjects:
     def __len__(self) -> int:
         return len(self.place)
 
-    def parts(self, bounds: Sequence[int]) -> Iterator[BusObjects]:
-        """Objects from each bound to the next."""
-        ends = np.concatenate(([0], np.cumsum(self.runs)))
-        for first, last in pairwise(bounds):
-            some, runs = slice(first, last), slice(int(ends[first]), int(ends[last]))
-            yield BusObjects(
-                self.place[some],
-                self.length[some],
-                self.runs[some],
-                self.offset[runs],
-                self.address[runs],
-                self.size[runs],
-            )
-
     def are_even(self, least: int) -> bool:
         """Whether all have equally many runs, without gaps, of one length of at least `least`."""
         size, runs, count = int(self.size[0]), int(self.runs[0]), len(self)
@@ -152,10 +138,8 @@ class Bus:
     def warm(self) -> None:
         """Compile the kernels and make all lanes, so that no request waits for them."""
         kernels.warm(self.device)
-        with contextlib.ExitStack() as made:
-            for outward, lanes in self._lanes.items():
-                for _ in range(OUT_LANES if outward else BACK_LANES):
-                    made.callback(lanes.put, lanes.take())
+        for lanes in self._lanes.values():
+            lanes.fill()
 
     def pin(
         self,

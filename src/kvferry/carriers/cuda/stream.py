@@ -357,6 +357,12 @@ class Pool(Generic[P]):
                 self._changed.notify()
             raise
 
+    def fill(self) -> None:
+        """Make as many as may exist, so that no use waits for that."""
+        with contextlib.ExitStack() as made:
+            while self._count < self._most:
+                made.callback(self.put, self.take())
+
     def put(self, buffers: P) -> None:
         """Give buffers back. Nothing of them is under way."""
         with self._changed:
