@@ -107,18 +107,16 @@ class StreamBuffers:
         """
         if isinstance(copies, Copies):
             copies = StridedCopies.of_copies(Copies.of(copies))
-        checked = False
+        several = len(copies.lengths) > WINDOW
+        if several:
+            require_inside(copies, src, dst, reading=reading)
         for window in _windows(copies):
-            if window is not copies and not checked:
-                require_inside(copies, src, dst, reading=reading)
-                checked = True
             batch = self._batch(window, src, dst, fill)
             if batch is not None:
                 yield from self._launch(batch)
                 continue
-            if not checked:
+            if not several:
                 require_inside(copies, src, dst, reading=reading)
-                checked = True
             for single in _singly(window, src, dst):
                 batch = self._batch(StridedCopies.of_copies(single), ANYWHERE, ANYWHERE, fill)
                 yield from self._by_driver(single, fill) if batch is None else self._launch(batch)
