@@ -244,4 +244,5 @@ def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
         patch.setattr(module, "CudaStream", Stream)
     patch.setattr(kernels, "available", lambda: False)
     patch.setattr(staging, "device_of", lambda addresses: found)
+    patch.setattr(staging, "has_memory", lambda address: True)
     return found
