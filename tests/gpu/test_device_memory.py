@@ -13,7 +13,7 @@ from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.driver import device, driver
+from kvferry.carriers.cuda.driver import device, driver, has_memory
 from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
@@ -325,11 +325,13 @@ def test_an_engine_that_sleeps_has_no_memory() -> None:
     memory, got = DeviceMemory([MemoryRegion(at.value, size)]), np.zeros(size, dtype=np.uint8)
     assert memory.warmed.wait(120)
     for _ in range(2):
+        assert has_memory(at.value)  # a kernel without memory would fail all tests after this one
         there[:] = data
         memory.gather(*runs, got)
         assert np.array_equal(got, data)
         with on.current():
             sleep()
+        assert not has_memory(at.value)
         for ask in (memory.zero, memory.mix, lambda *_: memory.gather(*runs, got)):
             with pytest.raises(TransferError, match="no memory"):
                 ask(*runs)
