@@ -31,6 +31,7 @@ IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
 
 # Numbers of cuda.h
+_INVALID_VALUE = 1
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _P2P_ATOMIC = 3  # of CUdevice_P2PAttribute: atomic operations, which only NVLink supports
 _HOST_ALLOC_PORTABLE = 1
@@ -253,11 +254,11 @@ def is_mapped(address: int, size: int) -> bool:
 
 def has_memory(address: int) -> bool:
     """Whether there is memory behind an address now. An engine that sleeps keeps the addresses of
-    its cache and gives the memory back. No device need be current."""
+    its cache and gives the memory back. The device must be current."""
     found = c_uint()
     at = c_uint64(address)
     code = driver().status("cuPointerGetAttribute", byref(found), _ATTRIBUTE_MAPPED, at)
-    return code == 0 and found.value != 0
+    return found.value != 0 if code == 0 else code != _INVALID_VALUE  # others say nothing about it
 
 
 class _OurThreads(threading.local):

@@ -61,7 +61,8 @@ class DeviceMemory(StagedMemory, MixingMemory):
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._device = device_of(region.address for region in regions)
         self._first = regions[0].address
-        self._may_sleep = has_memory(self._first)  # as this driver says
+        with self._device.current():
+            self._may_sleep = has_memory(self._first)  # as this driver says
         self._memory = Mapped.of([(regions, 0)])
         self._pool = StagingPool(self._device)
         self.warmed = threading.Event()  # set when kernels and buffers are ready for the first use
@@ -166,8 +167,9 @@ class DeviceMemory(StagedMemory, MixingMemory):
                 half.moved.record(staging.bus)
 
     def _require_awake(self) -> None:
-        if self._may_sleep and not has_memory(self._first):
-            raise TransferError("the cache has no memory now, as while its engine sleeps")
+        with self._device.current():
+            if self._may_sleep and not has_memory(self._first):
+                raise TransferError("the cache has no memory now, as while its engine sleeps")
 
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
         self._require_awake()
