@@ -12,8 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -58,8 +57,21 @@ class Queues:
 queues = Queues(0)
 
 
+class AtOnce(host_device.Stream):
+    """What a piece of work does when its turn has come."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+
+at_once = AtOnce()
+
+
 class LateEvent(host_device.Handle):
-    by_handle: dict[int, LateEvent]
+    by_handle: ClassVar[dict[int, LateEvent]] = {}
 
     def __init__(self, *, blocking: bool = False) -> None:
         super().__init__()
@@ -94,7 +106,7 @@ class LateStream(host_device.Handle):
             self.queued.append((may_begin, work))
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        self.add(partial(_host.copy, dst, src, size))
+        self.add(partial(at_once.copy, dst, src, size))
 
     copy_at_once = copy
 
@@ -112,10 +124,10 @@ class LateStream(host_device.Handle):
             if number in cuts[1:] and gap is not None:
                 gap()
             some = Rows.of([tuple(map(int, one))])  # type: ignore[list-item]
-            self.add(partial(_host.copy_rows, some, outward=outward))
+            self.add(partial(at_once.copy_rows, some, outward=outward))
 
     def zero(self, dst: int, size: int) -> None:
-        self.add(partial(_host.zero, dst, size))
+        self.add(partial(at_once.zero, dst, size))
 
     def wait_for(self, event: LateEvent | int, *, waits: bool = False) -> None:
         if isinstance(event, int):
@@ -124,9 +136,6 @@ class LateStream(host_device.Handle):
 
     def synchronize(self) -> None:
         queues.until(lambda: not self.queued)
-
-
-_host: Any = SimpleNamespace()
 
 
 def _fields(rows: Rows) -> tuple[Any, ...]:
@@ -156,16 +165,13 @@ def use(patch: pytest.MonkeyPatch, seed: int) -> HostDevice:
     host_device.ahead.clear()
     found = host_device.use_bus(patch, LateDevice())
     patch.setattr("late_device.queues", Queues(seed))
-    patch.setattr(LateEvent, "by_handle", {}, raising=False)
-    plain = host_device.Stream.__new__(host_device.Stream)
-    plain.waited = set()
-    patch.setattr("late_device._host", plain)
+    patch.setattr(LateEvent, "by_handle", {})
     for module in (bus, staging, stream):
         patch.setattr(module, "CudaEvent", LateEvent)
         patch.setattr(module, "CudaStream", LateStream)
 
     def hash_late(device: Any, on: LateStream, **what: Any) -> None:
-        on.add(partial(hash_at_once, device, plain, **what))
+        on.add(partial(hash_at_once, device, at_once, **what))
 
     def kernel(device: Any, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel:
         return Kernel(LateKernel(chunk, search, fill, grain), chunk, host_device.COUNT)  # type: ignore[arg-type]
