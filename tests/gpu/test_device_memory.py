@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from device_peer import DeviceBytes
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.driver import device
+from kvferry.carriers.cuda.driver import device, driver, has_memory
 from kvferry.carriers.cuda.kernels import warm
 from kvferry.carriers.cuda.staging import DeviceMemory
 from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
@@ -295,6 +297,53 @@ def test_strided_copies_are_checked(buffers) -> None:
     assert not dst.any()
     carrier.close()
     other.close()
+
+
+def test_an_engine_that_sleeps_has_no_memory() -> None:
+    """As vLLM's allocator does it: addresses stay, and what lies behind them goes and comes back.
+    The device is as good as before."""
+    on, calls, size = device(0), driver(), 4 << 20
+    allocation = ctypes.create_string_buffer(struct.pack("<iiiiQQ", 1, 0, 1, 0, 0, 0))  # cuda.h
+    access = ctypes.create_string_buffer(struct.pack("<iii", 1, 0, 3))
+    at, handle, bytes_ = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t(size)
+    zero = ctypes.c_uint64(0)
+
+    def wake() -> None:
+        calls.call("cuMemCreate", ctypes.byref(handle), bytes_, allocation, zero)
+        calls.call("cuMemMap", at, bytes_, ctypes.c_size_t(0), handle, zero)
+        calls.call("cuMemSetAccess", at, bytes_, access, ctypes.c_size_t(1))
+
+    def sleep() -> None:
+        calls.call("cuMemUnmap", at, bytes_)
+        calls.call("cuMemRelease", handle)
+
+    with on.current():
+        calls.call("cuMemAddressReserve", ctypes.byref(at), bytes_, ctypes.c_size_t(0), zero, zero)
+        wake()
+    data = np.random.default_rng(9).integers(0, 256, size, dtype=np.uint8)
+    there, runs = DeviceBytes(on, at.value, size), (np.array([at.value]), np.array([size]))
+    memory, got = DeviceMemory([MemoryRegion(at.value, size)]), np.zeros(size, dtype=np.uint8)
+    assert memory.warmed.wait(120)
+    for _ in range(2):
+        with on.current():
+            assert has_memory(at.value)  # a kernel without memory would fail all later tests
+        there[:] = data
+        memory.gather(*runs, got)
+        assert np.array_equal(got, data)
+        with on.current():
+            sleep()
+            assert not has_memory(at.value)
+        for ask in (memory.zero, memory.mix, lambda *_: memory.gather(*runs, got)):
+            with pytest.raises(TransferError, match="no memory"):
+                ask(*runs)
+        with on.current():
+            wake()
+    memory.zero(*runs)
+    assert not there.any()
+    memory.close()
+    with on.current():
+        sleep()
+        calls.call("cuMemAddressFree", at, bytes_)
 
 
 def test_host_memory_is_refused() -> None:

@@ -23,6 +23,7 @@ from kvferry.carriers.cuda.driver import CudaError, Rows
 
 ahead: dict[int, Callable[[], None]] = {}  # by handle, what happens before others' events
 made: list[Any] = []  # streams and events that were not destroyed
+COUNT = 4  # chunks of a program
 
 
 class Handle:
@@ -140,6 +141,49 @@ class HostDevice:
             del self.registered[address]
 
 
+@dataclass
+class CopyKernel:
+    """The copy kernel of one form, written down again: it reads nothing but the numbers that it is
+    handed, item by item."""
+
+    chunk: int
+    search: bool
+    fill: bool
+    grain: int
+    launches: int = 0
+
+    def launch(self, grid: int, stream: Any, values: list[int]) -> None:
+        tables, (length, src_shift, dst_shift) = values[:8], values[8:11]
+        segments, steps, chunks, rounds, begin, end = values[11:17]
+        assert grid == -(-(end - begin) // COUNT)
+        assert 2**rounds > segments
+        self.launches += 1
+
+        def at(table: int, index: int) -> int:
+            return ctypes.c_int64.from_address(tables[table] + 8 * index).value
+
+        for item in range(begin, end):
+            if self.search:
+                outer, within = divmod(item, chunks)
+                row, step = divmod(outer, steps)
+                segment = max(s for s in range(segments) if at(7, s) <= within)
+                chunk, full = within - at(7, segment), at(6, segment)
+            else:
+                copy, chunk = divmod(item, chunks)
+                outer, step = divmod(copy, steps)
+                row, segment = divmod(outer, segments)
+                full = length
+            done = chunk * self.chunk
+            size = min(self.chunk, full - done)
+            src = at(0, row) + at(2, segment) + at(4, step) + done + src_shift
+            dst = at(1, row) + at(3, segment) + at(5, step) + done + dst_shift
+            assert size > 0 and (src | dst | size) % self.grain == 0
+            if self.fill:
+                ctypes.memset(dst, 0, size)
+            else:
+                ctypes.memmove(dst, src, size)
+
+
 def hash_at_once(
     device: Any,
     stream: Any,
@@ -200,4 +244,5 @@ def use(patch: pytest.MonkeyPatch, on: HostDevice | None = None) -> HostDevice:
         patch.setattr(module, "CudaStream", Stream)
     patch.setattr(kernels, "available", lambda: False)
     patch.setattr(staging, "device_of", lambda addresses: found)
+    patch.setattr(staging, "has_memory", lambda address: True)
     return found

@@ -9,6 +9,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,8 @@ import xxhash
 
 import host_device
 from kvferry.carriers.checksum import mix_words
-from kvferry.carriers.cuda import kernels, xxh3
-from kvferry.carriers.cuda.kernels import TUNING, Kernel
+from kvferry.carriers.cuda import kernels, staging, triton_kernels, xxh3
 from kvferry.carriers.cuda.stream import ANYWHERE, StreamBuffers
-from kvferry.carriers.cuda.triton_kernels import copy_runs, mix_runs, xxh3_blocks, xxh3_pieces
 from kvferry.copies import StridedCopies
 
 MEMORY = 1 << 15
@@ -29,31 +28,31 @@ TABLE = 1 << 10  # numbers that a kernel may read of a table
 
 @dataclass
 class Interpreted:
-    """The kernel of one form; it takes the arguments that the driver would be given."""
+    """A kernel of one form; it takes the arguments that the driver would be given."""
 
-    chunk: int
-    search: bool
-    fill: bool
-    grain: int
+    function: Any
+    tables: int  # arguments that are addresses of numbers; they come first
+    constants: dict[str, int]
 
     def launch(self, grid: int, stream: object, values: list[int]) -> None:
-        count = TUNING[self.chunk][0]
-        tables = [(ctypes.c_int64 * TABLE).from_address(place) for place in values[:8]]
-        copy_runs[(grid,)](
+        tables = [(ctypes.c_int64 * TABLE).from_address(place) for place in values[: self.tables]]
+        self.function[(grid,)](
             *(torch.from_numpy(np.ctypeslib.as_array(table)) for table in tables),
-            *values[8:17],
-            SEARCH=self.search,
-            FILL=self.fill,
-            GRAIN=self.grain,
-            CHUNK=self.chunk,
-            COUNT=count,
-            COUNT_LOG=count.bit_length(),
+            *values[self.tables :],
+            **self.constants,
         )
 
 
-def kernel(device: object, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel:
-    interpreted = Interpreted(chunk, search, fill, grain)
-    return Kernel(interpreted, chunk, TUNING[chunk][0])  # type: ignore[arg-type]
+def load(
+    device: object,
+    name: str,
+    signature: dict[str, str],
+    constants: dict[str, int],
+    warps: int,
+) -> Interpreted:
+    """In place of `kernels.load`."""
+    tables = list(signature.values()).count("*i64")
+    return Interpreted(getattr(triton_kernels, name), tables, constants)
 
 
 def run(copies: StridedCopies, *, fill: bool) -> None:
@@ -105,31 +104,13 @@ def mixing(rng: np.random.Generator, even: bool) -> None:
     if even:
         lengths[:] = lengths[0]
     address = rng.permutation(runs).astype(np.int64) * slot + memory.ctypes.data
-    chunk, number = 256, int(rng.integers(0, 1 << 40))
-    firsts, words = np.cumsum(-(-lengths // chunk)), np.cumsum(lengths // 8)
-    chunks = -(-int(lengths[0]) // chunk)
-    items = chunks * runs if even else int(firsts[-1])
-    out = torch.zeros(2 * 4, dtype=torch.int64)
-    tables = (address, lengths, words - lengths // 8, np.append(0, firsts))
-    mix_runs[(-(-items // 16),)](
-        *(torch.from_numpy(table) for table in tables),
-        out,
-        int(lengths[0]),
-        number,
-        runs,
-        chunks,
-        items,
-        runs.bit_length(),
-        SEARCH=not even,
-        CHUNK=chunk,
-        COUNT=16,
-        SLOTS=4,
-    )
-    first, second = np.add.reduce(out.numpy().view(np.uint64).reshape(-1, 2), axis=0)
+    number = int(rng.integers(0, 1 << 40))
+    buffers = StreamBuffers(host_device.HostDevice(), triton=True)  # type: ignore[arg-type]
+    found = staging._mix(buffers, address, lengths, number)
     at = address - memory.ctypes.data
     dense = np.concatenate([memory[a : a + n] for a, n in zip(at, lengths, strict=True)])
     expected = mix_words(dense.view(np.uint64), number)
-    assert (int(first), int(second)) == (expected.first, expected.second), (even, lengths)
+    assert found == expected, (even, lengths)
 
 
 def hashing(rng: np.random.Generator, run_bytes: int) -> None:
@@ -148,26 +129,35 @@ def hashing(rng: np.random.Generator, run_bytes: int) -> None:
         lengths = rng.integers(xxh3.LEAST_BYTES // 8 + 1, 1024, count) * 8
     size = run_bytes or 1 << 60
     per_piece = xxh3.blocks_of(int(lengths.max()))
-    items = count * per_piece
-    sums = torch.full((items * xxh3.SUMS,), -7, dtype=torch.int64)
-    out = torch.zeros(count, dtype=torch.int64)
-    tables = [torch.from_numpy(t) for t in (address, offsets, lengths, xxh3.constants())]
-    blocks, pieces = xxh3.BLOCKS, xxh3.PIECES
-    grid = -(-items // blocks)
-    xxh3_blocks[(grid,)](*tables, sums, size, per_piece, items, COUNT=blocks)
-    grid = -(-count // pieces)
-    xxh3_pieces[(grid,)](*tables, sums, out, size, per_piece, count, COUNT=pieces, AHEAD=xxh3.AHEAD)
+    sums = np.full(count * per_piece * xxh3.SUMS, -7, dtype=np.int64)
+    out = np.zeros(count, dtype=np.int64)
+    tables = (address, offsets, lengths, xxh3.constants(), sums, out)
+    runs_at, offsets_at, lengths_at, table, sums_at, out_at = (t.ctypes.data for t in tables)
+    xxh3.queue(
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        runs=runs_at,
+        run_bytes=size,
+        offsets=offsets_at,
+        lengths=lengths_at,
+        table=table,
+        sums=sums_at,
+        out=out_at,
+        pieces=count,
+        per_piece=per_piece,
+    )
     whole = b"".join(ctypes.string_at(a, run_bytes or MEMORY * 2 - 16) for a in address.tolist())
     expected = [
         xxhash.xxh3_64_intdigest(whole[at : at + n]) for at, n in zip(offsets, lengths, strict=True)
     ]
-    assert out.numpy().view(np.uint64).tolist() == expected, (run_bytes, lengths)
+    assert out.view(np.uint64).tolist() == expected, (run_bytes, lengths)
 
 
 def main() -> None:
     patch = pytest.MonkeyPatch()
     host_device.use(patch)
-    patch.setattr(kernels, "kernel", kernel)
+    for module in (kernels, xxh3):
+        patch.setattr(module, "load", load)
     done = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)

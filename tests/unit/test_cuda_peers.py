@@ -167,6 +167,24 @@ def test_what_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not driver.is_mapped(OPENED_AT + 512, SIZE)
 
 
+@pytest.mark.parametrize(
+    ("code", "value", "there"), [(0, 1, True), (0, 0, False), (1, 0, False), (700, 0, True)]
+)
+def test_whether_there_is_memory(
+    code: int, value: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that failed says nothing about it."""
+
+    class Driver:
+        def status(self, name: str, found: Any, attribute: int, at: Any) -> int:
+            assert (name, attribute, at.value) == ("cuPointerGetAttribute", 13, BASE)  # cuda.h
+            found._obj.value = value
+            return code
+
+    monkeypatch.setattr(driver, "driver", Driver)
+    assert driver.has_memory(BASE) is there
+
+
 def test_a_forked_process_is_another_one() -> None:
     said = subprocess.run(
         [

@@ -6,9 +6,9 @@ compared with loops over the copies, which share nothing with the code under tes
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 import host_device
-from host_device import HostDevice
+from host_device import COUNT, CopyKernel, HostDevice
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.base import TransferState
 from kvferry.carriers.cuda import carrier as carrier_module
 from kvferry.carriers.cuda import kernels, stream
 from kvferry.carriers.cuda.carrier import CudaTransfer, CudaTransfers
+from kvferry.carriers.cuda.driver import CudaError
 from kvferry.carriers.cuda.kernels import Kernel
 from kvferry.carriers.cuda.stream import (
     LAUNCH_BYTES,
@@ -38,49 +39,6 @@ from kvferry.plan.bind import _constant
 
 SIZE = 4 << 20
 FAR = 1 << 44  # the peer's addresses are not ours
-COUNT = 4  # chunks of a program
-
-
-@dataclass
-class Launched:
-    """The copy kernel of one form, and what it was asked to do."""
-
-    chunk: int
-    search: bool
-    fill: bool
-    grain: int
-    launches: int = 0
-
-    def launch(self, grid: int, stream: Any, values: list[int]) -> None:
-        tables, (length, src_shift, dst_shift) = values[:8], values[8:11]
-        segments, steps, chunks, rounds, begin, end = values[11:17]
-        assert grid == -(-(end - begin) // COUNT)
-        assert 2**rounds > segments
-        self.launches += 1
-
-        def at(table: int, index: int) -> int:
-            return ctypes.c_int64.from_address(tables[table] + 8 * index).value
-
-        for item in range(begin, end):
-            if self.search:
-                outer, within = divmod(item, chunks)
-                row, step = divmod(outer, steps)
-                segment = max(s for s in range(segments) if at(7, s) <= within)
-                chunk, full = within - at(7, segment), at(6, segment)
-            else:
-                copy, chunk = divmod(item, chunks)
-                outer, step = divmod(copy, steps)
-                row, segment = divmod(outer, segments)
-                full = length
-            done = chunk * self.chunk
-            size = min(self.chunk, full - done)
-            src = at(0, row) + at(2, segment) + at(4, step) + done + src_shift
-            dst = at(1, row) + at(3, segment) + at(5, step) + done + dst_shift
-            assert size > 0 and (src | dst | size) % self.grain == 0
-            if self.fill:
-                ctypes.memset(dst, 0, size)
-            else:
-                ctypes.memmove(dst, src, size)
 
 
 @dataclass
@@ -111,12 +69,12 @@ class Memories:
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+def used(monkeypatch: pytest.MonkeyPatch) -> list[CopyKernel]:
     """Kernels in the order of their use; they run on the host."""
-    found: list[Launched] = []
+    found: list[CopyKernel] = []
 
     def kernel(device: Any, chunk: int, *, search: bool, fill: bool, grain: int) -> Kernel:
-        found.append(Launched(chunk, search, fill, grain))
+        found.append(CopyKernel(chunk, search, fill, grain))
         return Kernel(found[-1], chunk, COUNT)  # type: ignore[arg-type]
 
     host_device.use(monkeypatch)
@@ -168,7 +126,7 @@ def expected(copies: StridedCopies, memories: Memories) -> np.ndarray:
     ids=["strided", "so few that the kernel reads them itself", "chunks", "long: in pieces"],
 )
 def test_what_is_copied(
-    used: list[Launched],
+    used: list[CopyKernel],
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
     segments: int,
@@ -201,7 +159,7 @@ def test_what_is_copied(
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_used_cache_is_one_launch(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, together: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     """Each layer is a region. A request's blocks are a long run, and the region's last block."""
     if not together:
@@ -232,7 +190,7 @@ def test_a_used_cache_is_one_launch(
 
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("fill", [False, True])
-def test_single_copies_of_any_integers(used: list[Launched], triton: bool, fill: bool) -> None:
+def test_single_copies_of_any_integers(used: list[CopyKernel], triton: bool, fill: bool) -> None:
     """Addresses and lengths have no common divisor; without Triton, the driver copies each."""
     memories, on = Memories.make(), buffers(triton)
     memories.ours[:] = 7
@@ -250,7 +208,7 @@ def test_single_copies_of_any_integers(used: list[Launched], triton: bool, fill:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one region", "rows in two regions"])
 def test_more_segments_than_a_window(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, apart: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """Cut into several batches, which take turns with the slots."""
     monkeypatch.setattr(stream, "WINDOW", 16)
@@ -262,7 +220,7 @@ def test_more_segments_than_a_window(
     assert len(used) == 7
 
 
-def test_copies_in_regions_that_lie_apart(used: list[Launched]) -> None:
+def test_copies_in_regions_that_lie_apart(used: list[CopyKernel]) -> None:
     """Neither one region nor one for each row: every copy is placed by itself."""
     src = np.random.default_rng(2).integers(1, 256, 300, dtype=np.uint8)
     dst = np.zeros(300, dtype=np.uint8)
@@ -282,7 +240,7 @@ def test_copies_in_regions_that_lie_apart(used: list[Launched]) -> None:
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("segments", [50, 9000])
 def test_copies_that_leave_registered_memory(
-    used: list[Launched], monkeypatch: pytest.MonkeyPatch, segments: int, triton: bool
+    used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch, segments: int, triton: bool
 ) -> None:
     """The last of many, on either side: nothing is copied."""
     if segments == 9000:
@@ -321,7 +279,7 @@ def test_copies_that_leave_registered_memory(
     ("address", "length"),
     [(999, 1), (1999, 2), (1500, 600), (2499, 2), (-1, 1), (1000, -1), ((1 << 63) - 1, 1)],
 )
-def test_the_seam_of_two_allocations(used: list[Launched], address: int, length: int) -> None:
+def test_the_seam_of_two_allocations(used: list[CopyKernel], address: int, length: int) -> None:
     """They lie side by side in the peer's memory, and not here."""
     src = Mapped.of([([MemoryRegion(1000, 1000)], 50), ([MemoryRegion(2000, 500)], -700)])
     dst = Mapped.of([([MemoryRegion(9000, 3000)], 0)])
@@ -418,7 +376,7 @@ class Copying:
 
 
 @pytest.fixture
-def copying(used: list[Launched], monkeypatch: pytest.MonkeyPatch) -> Copying:
+def copying(used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch) -> Copying:
     monkeypatch.setattr(stream, "CudaEvent", SlowEvent)
     SlowEvent.reached.clear()
     return Copying()
@@ -435,7 +393,7 @@ def test_a_transfer_ends_when_the_device_has(copying: Copying) -> None:
 
 
 def test_a_large_transfer_is_queued_in_steps(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit is queued at once; a thread that looks goes on with it."""
     monkeypatch.setattr(carrier_module, "QUEUED_BYTES", 1)
@@ -451,7 +409,7 @@ def test_a_large_transfer_is_queued_in_steps(
 
 
 def test_a_cancelled_transfer_queues_no_more(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_module, "QUEUED_BYTES", 1)
     monkeypatch.setattr(carrier_module, "CANCEL_SECONDS", 0.01)
@@ -467,8 +425,24 @@ def test_a_cancelled_transfer_queues_no_more(
     assert used[-1].launches == 1 and copying.peer.held == 0 and transfer.settled()
 
 
+def test_a_stuck_device_is_waited_for_once(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many transfers are under way, a peer is disconnected, or a carrier closed, within
+    one limit."""
+    monkeypatch.setattr(carrier_module, "CANCEL_SECONDS", 0.2)
+    stuck = [copying.read() for _ in range(20)]
+    began = time.monotonic()
+    copying.transfers.close()
+    assert time.monotonic() - began < 10 * 0.2
+    SlowEvent.reached.set()
+    for transfer in stuck:
+        with pytest.raises(Cancelled):
+            transfer.wait(0.0)
+
+
 def test_too_many_transfers_wait_for_their_turn(
-    copying: Copying, used: list[Launched], monkeypatch: pytest.MonkeyPatch
+    copying: Copying, used: list[CopyKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_module, "MOST_BEGUN", 2)
     monkeypatch.setattr(carrier_module, "SWEPT_FROM", 1)
@@ -493,6 +467,50 @@ def test_a_transfer_whose_peer_ended_is_lost(copying: Copying) -> None:
     SlowEvent.reached.set()
     with pytest.raises(PeerLost):
         transfer.wait(0.0)
+
+
+def test_no_thread_takes_a_lost_transfer_for_a_good_one(copying: Copying) -> None:
+    """Two threads look at a transfer when it ends: while one of them checks the peer, the other
+    one has no answer yet."""
+    transfer, seen, other = copying.read(), list[TransferState](), threading.Event()
+
+    def ask() -> None:
+        seen.append(transfer.poll())
+        other.set()
+
+    asking = threading.Thread(target=ask)
+
+    def check() -> None:
+        asking.start()
+        assert not other.wait(0.1)
+        raise PeerLost("the peer is gone")
+
+    copying.peer.check = check  # type: ignore[method-assign]
+    SlowEvent.reached.set()
+    with pytest.raises(PeerLost):
+        transfer.wait(0.0)
+    asking.join(10)
+    assert seen == [TransferState.FAILED]
+
+
+def test_a_device_that_failed_ends_transfers_and_closes(
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some errors a device refuses everything, also its context and what frees memory."""
+    transfer, other = copying.read(), copying.read()
+
+    def refuse(*_: object) -> Any:
+        raise CudaError("an illegal memory access was encountered")
+
+    SlowEvent.reached.set()
+    other.wait(0.0)  # its buffers are idle
+    for of, name in ((SlowEvent, "done_yet"), (host_device.Handle, "destroy")):
+        monkeypatch.setattr(of, name, refuse)
+    monkeypatch.setattr(HostDevice, "current", refuse)
+    with pytest.raises(CudaError, match="illegal"):
+        transfer.wait(0.0)
+    assert transfer.settled() and copying.peer.held == 0 and not copying.transfers.left
+    copying.pool.close()
 
 
 def test_closing_ends_transfers(copying: Copying) -> None:

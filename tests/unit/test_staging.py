@@ -21,6 +21,7 @@ from kvferry.carriers.cuda.staging import (
     RING_CHUNKS,
     DeviceMemory,
     StagingBuffers,
+    Width,
 )
 from kvferry.carriers.cuda.stream import LEAST_SLOT_NUMBERS, StreamBuffers, _Slot
 from kvferry.errors import TransferError
@@ -91,6 +92,34 @@ def memory_of(count: int) -> tuple[np.ndarray, DeviceMemory]:
     memory = DeviceMemory([MemoryRegion(data.ctypes.data, SIZE)])
     assert memory.warmed.wait(30)  # buffers of its own are idle
     return data, memory
+
+
+def test_an_engine_that_sleeps_has_no_memory(
+    on: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It falls asleep while a peer reads and another one writes: no kernel touches its cache from
+    then on. When it is awake, all goes on."""
+    monkeypatch.setattr(staging, "WIDE", Width(8192, 4096))
+    data, memory = memory_of(5)
+    before, awake = data.copy(), [True]
+    monkeypatch.setattr(staging, "has_memory", lambda address: awake[0])
+    runs = np.asarray([data.ctypes.data]), np.asarray([SIZE])
+    sending, receiving = memory.outgoing(*runs), memory.incoming(*runs)
+    for _ in range(2):
+        next(sending)
+        next(receiving)[:] = 0
+    awake[0] = False
+    for going_on in (sending, receiving):
+        with pytest.raises(TransferError, match="no memory"):
+            list(going_on)
+    for ask in (memory.mix, memory.zero, lambda *_: list(memory.outgoing(*runs))):
+        with pytest.raises(TransferError, match="no memory"):
+            ask(*runs)
+    assert np.array_equal(data, before)
+    awake[0] = True
+    memory.zero(*runs)
+    assert not data.any()
+    memory.close()
 
 
 def test_buffers_are_bounded_and_no_thread_waits_for_ever(

@@ -91,19 +91,21 @@ class BusObjects:
     def __len__(self) -> int:
         return len(self.place)
 
-    def parts(self, bounds: Sequence[int]) -> Iterator[BusObjects]:
-        """Objects from each bound to the next."""
-        ends = np.concatenate(([0], np.cumsum(self.runs)))
-        for first, last in pairwise(bounds):
-            some, runs = slice(first, last), slice(int(ends[first]), int(ends[last]))
-            yield BusObjects(
-                self.place[some],
-                self.length[some],
-                self.runs[some],
-                self.offset[runs],
-                self.address[runs],
-                self.size[runs],
-            )
+    def some(self, which: Ints) -> BusObjects:
+        """The objects at these places, which ascend."""
+        if len(which) == len(self):
+            return self
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[which] = True
+        runs = np.repeat(chosen, self.runs)
+        return BusObjects(
+            self.place[which],
+            self.length[which],
+            self.runs[which],
+            self.offset[runs],
+            self.address[runs],
+            self.size[runs],
+        )
 
     def are_even(self, least: int) -> bool:
         """Whether all have equally many runs, without gaps, of one length of at least `least`."""
@@ -125,13 +127,11 @@ def hashes_of(length: Ints, chunk_bytes: int) -> Ints:
     return found
 
 
-def takes(length: Ints, chunk_bytes: int) -> bool:
-    """Whether objects of these lengths can be hashed on a device."""
-    if len(length) == 0:
-        return True
+def takes(length: Ints, chunk_bytes: int) -> Bools:
+    """Which objects of these lengths can be hashed on a device."""
     last = (length - 1) % chunk_bytes + 1
-    short = int(length.min()) > 0 and int(length.max()) <= MOST_HASHES * chunk_bytes
-    return short and chunk_bytes % SLOT_ALIGN == 0 and xxh3.takes(last)
+    few = (length > 0) & (length <= MOST_HASHES * chunk_bytes)
+    return np.asarray(few & xxh3.takes(last))
 
 
 class Bus:
@@ -152,10 +152,8 @@ class Bus:
     def warm(self) -> None:
         """Compile the kernels and make all lanes, so that no request waits for them."""
         kernels.warm(self.device)
-        with contextlib.ExitStack() as made:
-            for outward, lanes in self._lanes.items():
-                for _ in range(OUT_LANES if outward else BACK_LANES):
-                    made.callback(lanes.put, lanes.take())
+        for lanes in self._lanes.values():
+            lanes.fill()
 
     def pin(
         self,

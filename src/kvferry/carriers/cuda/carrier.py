@@ -346,10 +346,9 @@ class CudaPeer:
 
 def _close_all(on: Device, opened: list[int]) -> None:
     """Close allocations of a peer."""
-    with on.current():
-        for address in opened:
-            with contextlib.suppress(CudaError):
-                on.close(address)
+    for address in opened:
+        with contextlib.suppress(CudaError), on.current():
+            on.close(address)
 
 
 def export(place: DevicePlace) -> Allocation:
@@ -412,11 +411,12 @@ class CudaTransfers:
                 return
 
     def cancel(self, peer: CudaPeer | None = None) -> None:
-        """Cancel the transfers of one peer, or all."""
+        """Cancel the transfers of one peer, or all. A device that is stuck is waited for once."""
+        deadline = time.monotonic() + CANCEL_SECONDS
         for transfer, its in list(self.left.items()):
             if peer is None or its is peer:
                 with contextlib.suppress(TransferError):
-                    transfer.cancel()
+                    transfer.cancel(deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -475,7 +475,7 @@ class CudaTransfer:
             self._transfers.begin_next()
         return ended
 
-    def cancel(self) -> None:
+    def cancel(self, deadline: float | None = None) -> None:
         if self.settled():
             return
         with self._lock:
@@ -485,7 +485,7 @@ class CudaTransfer:
             self._steps = None
             if not self.begun:
                 self._end()
-        if not self._ends_by(time.monotonic() + CANCEL_SECONDS):
+        if not self._ends_by(deadline or time.monotonic() + CANCEL_SECONDS):
             raise DeadlineExceeded(
                 f"{self._what} was cancelled, and the device does not end it; bytes may still come"
             )
@@ -563,23 +563,23 @@ class CudaTransfer:
             error = TransferError(f"{self._what} failed: {error!r}")
         self._error = self._error or error
         if self._buffers is not None:
-            with self._pool.device.current():
+            # a device that failed may refuse even its context
+            with contextlib.suppress(TransferError), self._pool.device.current():
                 self._buffers.drain()
 
     def _end(self) -> None:
         """Give back its resources. Its bytes are right only if the peer has lived until now."""
+        if self._buffers is not None:
+            now = time.monotonic()
+            if now - self._seen < EARLY_SECONDS and self._bytes >= LEARNT_BYTES:
+                rate = self._bytes / max(now - self._queued, 1e-9)
+                self._transfers.rate = (self._transfers.rate + rate) / 2
+            self._pool.put(self._buffers)
+            try:
+                self._peer.check()
+            except TransferError as error:
+                self._error = self._error or error
+            finally:
+                self._peer.release()
         self._transfers.left.pop(self, None)
-        self._ended = True
-        if self._buffers is None:
-            return
-        now = time.monotonic()
-        if now - self._seen < EARLY_SECONDS and self._bytes >= LEARNT_BYTES:
-            rate = self._bytes / max(now - self._queued, 1e-9)
-            self._transfers.rate = (self._transfers.rate + rate) / 2
-        self._pool.put(self._buffers)
-        try:
-            self._peer.check()
-        except TransferError as error:
-            self._error = self._error or error
-        finally:
-            self._peer.release()
+        self._ended = True  # last, because other threads take `_error` as it is then

@@ -31,12 +31,13 @@ IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
 
 # Numbers of cuda.h
+_INVALID_VALUE = 1
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _P2P_ATOMIC = 3  # of CUdevice_P2PAttribute: atomic operations, which only NVLink supports
 _HOST_ALLOC_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _ATTRIBUTE_MEMORY_TYPE, _ATTRIBUTE_ORDINAL = 2, 9
-_ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES = 11, 12
+_ATTRIBUTE_RANGE_START, _ATTRIBUTE_RANGE_BYTES, _ATTRIBUTE_MAPPED = 11, 12, 13
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 MOST_PITCH = (1 << 31) - 1  # bytes between two rows of one copy
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
@@ -249,6 +250,15 @@ def is_mapped(address: int, size: int) -> bool:
     for value, what in ((start, _ATTRIBUTE_RANGE_START), (length, _ATTRIBUTE_RANGE_BYTES)):
         driver().call("cuPointerGetAttribute", byref(value), what, at)
     return start.value <= address and address + size <= start.value + length.value
+
+
+def has_memory(address: int) -> bool:
+    """Whether there is memory behind an address now. An engine that sleeps keeps the addresses of
+    its cache and gives the memory back. The device must be current."""
+    found = c_uint()
+    at = c_uint64(address)
+    code = driver().status("cuPointerGetAttribute", byref(found), _ATTRIBUTE_MAPPED, at)
+    return found.value != 0 if code == 0 else code != _INVALID_VALUE  # others say nothing about it
 
 
 class _OurThreads(threading.local):

@@ -26,8 +26,22 @@ import numpy as np
 from kvferry.carriers.base import Bytes, MemoryRegion, StagedMemory, slices
 from kvferry.carriers.checksum import WORD_BYTES, Mixed, MixingMemory, mix_on_host
 from kvferry.carriers.cuda import kernels
-from kvferry.carriers.cuda.driver import CudaEvent, CudaStream, Device, Function, device_of
-from kvferry.carriers.cuda.stream import Mapped, StreamBuffers, best_chunk, kept, wait_event
+from kvferry.carriers.cuda.driver import (
+    CudaEvent,
+    CudaStream,
+    Device,
+    Function,
+    device_of,
+    has_memory,
+)
+from kvferry.carriers.cuda.stream import (
+    Mapped,
+    StreamBuffers,
+    best_chunk,
+    free_all,
+    kept,
+    wait_event,
+)
 from kvferry.copies import Copies, Ints
 from kvferry.errors import KvferryError, TransferError
 from kvferry.workers import Threads, start_compiler
@@ -36,10 +50,19 @@ log = logging.getLogger(__name__)
 
 
 class DeviceMemory(StagedMemory, MixingMemory):
-    """Regions of one GPU's memory. Any thread may use it."""
+    """Regions of one GPU's memory. Any thread may use it.
+
+    While their engine sleeps (vLLM's sleep mode), there is no memory behind their addresses, and a
+    kernel that reads them would leave the engine a device that refuses everything. A peer may ask
+    for bytes then, because a reset that came before the sleep does not end its reads. So each piece
+    of a transfer is refused while the first region has no memory.
+    """
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._device = device_of(region.address for region in regions)
+        self._first = regions[0].address
+        with self._device.current():
+            self._may_sleep = has_memory(self._first)  # as this driver says
         self._memory = Mapped.of([(regions, 0)])
         self._pool = StagingPool(self._device)
         self.warmed = threading.Event()  # set when kernels and buffers are ready for the first use
@@ -69,6 +92,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
                     yield chunk.settled()
                     with self._device.current():
                         staging.cross(chunk, half.there + offset, chunk.address)
+                self._require_awake()
                 with self._device.current():
                     staging.scatter(piece, half, self._memory)
             with self._device.current():
@@ -130,6 +154,7 @@ class DeviceMemory(StagedMemory, MixingMemory):
     def _gather(self, staging: StagingBuffers, parts: Iterator[StagedPiece]) -> Iterator[Chunk]:
         """Queue chunk after chunk. The caller no longer uses the chunk one ring before."""
         for number, piece in enumerate(parts):
+            self._require_awake()
             with self._device.current():
                 half = staging.half(number)
                 staging.gather(piece, half, self._memory)
@@ -141,7 +166,13 @@ class DeviceMemory(StagedMemory, MixingMemory):
             with self._device.current():
                 half.moved.record(staging.bus)
 
+    def _require_awake(self) -> None:
+        with self._device.current():
+            if self._may_sleep and not has_memory(self._first):
+                raise TransferError("the cache has no memory now, as while its engine sleeps")
+
     def _require(self, address: Ints, length: Ints, room: int | None = None) -> None:
+        self._require_awake()
         runs = Copies.of(Copies(address, address, length))
         self._memory.table.require("this process", runs.src, runs.length)
         if room is not None and int(runs.length.sum()) > room:
@@ -360,7 +391,7 @@ class StagingPool:
             self._closed = True
             unused = self._removed()
         self._freeing.close()
-        self._free(unused)
+        free_all(self._device, unused)
 
     def _take(self) -> StagingBuffers:
         with self._changed:
@@ -390,9 +421,9 @@ class StagingPool:
                 unused = self._removed()
             if unused:
                 with contextlib.suppress(KvferryError):  # closed, or no thread can be started
-                    self._freeing.submit(partial(self._free, unused))
+                    self._freeing.submit(partial(free_all, self._device, unused))
                     return
-        self._free(unused)
+        free_all(self._device, unused)
 
     def _removed(self) -> list[StagingBuffers]:
         """With the lock held: remove the oldest idle buffers, but for those that are kept."""
@@ -405,14 +436,6 @@ class StagingPool:
         self._wide -= count
         self._changed.notify(count)
         return removed
-
-    def _free(self, unused: list[StagingBuffers]) -> None:
-        if not unused:
-            return
-        with self._device.current():
-            for staging in unused:
-                with contextlib.suppress(TransferError):  # a device that failed
-                    staging.free()
 
 
 GRAIN = 16  # addresses and lengths that the mixing kernel takes are multiples of it

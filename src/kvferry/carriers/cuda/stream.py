@@ -107,18 +107,16 @@ class StreamBuffers:
         """
         if isinstance(copies, Copies):
             copies = StridedCopies.of_copies(Copies.of(copies))
-        checked = False
+        several = len(copies.lengths) > WINDOW
+        if several:
+            require_inside(copies, src, dst, reading=reading)
         for window in _windows(copies):
-            if window is not copies and not checked:
-                require_inside(copies, src, dst, reading=reading)
-                checked = True
             batch = self._batch(window, src, dst, fill)
             if batch is not None:
                 yield from self._launch(batch)
                 continue
-            if not checked:
+            if not several:
                 require_inside(copies, src, dst, reading=reading)
-                checked = True
             for single in _singly(window, src, dst):
                 batch = self._batch(StridedCopies.of_copies(single), ANYWHERE, ANYWHERE, fill)
                 yield from self._by_driver(single, fill) if batch is None else self._launch(batch)
@@ -357,6 +355,12 @@ class Pool(Generic[P]):
                 self._changed.notify()
             raise
 
+    def fill(self) -> None:
+        """Make as many as may exist, so that no use waits for that."""
+        with contextlib.ExitStack() as made:
+            while self._count < self._most:
+                made.callback(self.put, self.take())
+
     def put(self, buffers: P) -> None:
         """Give buffers back. Nothing of them is under way."""
         with self._changed:
@@ -365,17 +369,21 @@ class Pool(Generic[P]):
                 self._idle.append(buffers)
                 return
             self._count -= 1
-        with self.device.current():
-            buffers.free()
+        free_all(self.device, [buffers])
 
     def close(self) -> None:
         """Free idle buffers now, and the others when they are given back. Idempotent."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
-        with self.device.current():
-            for buffers in idle:
-                buffers.free()
+        free_all(self.device, idle)
+
+
+def free_all(device: Device, unused: Sequence[Freeable]) -> None:
+    """Free these buffers. A device that failed refuses, and the process needs no more of it."""
+    for buffers in unused:
+        with contextlib.suppress(TransferError), device.current():
+            buffers.free()
 
 
 FAR = 1 << 62  # the sum of two numbers below it fits int64

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.carriers.cuda.driver import CudaStream, Device, Function
 from kvferry.carriers.cuda.kernels import load
@@ -65,11 +66,9 @@ def constants() -> Ints:
     return np.array(words, dtype=np.uint64).view(np.int64)
 
 
-def takes(length: Ints) -> bool:
-    """Whether the kernels can hash pieces of these lengths, at multiples of 16."""
-    if len(length) == 0:
-        return True
-    return int(length.min()) >= LEAST_BYTES and int(np.bitwise_or.reduce(length)) % GRAIN == 0
+def takes(length: Ints) -> NDArray[np.bool_]:
+    """Which pieces of these lengths the kernels can hash, at multiples of 16."""
+    return np.asarray((length >= LEAST_BYTES) & (length % GRAIN == 0))
 
 
 def blocks_of(longest: int) -> int:

@@ -95,7 +95,7 @@ class DeviceStore(StagedStore):
         fence: Fence | None,
     ) -> list[Outcome]:
         sizes = sizes_of(objects)
-        if not len(keys) or not takes(sizes, CHUNK_BYTES):
+        if not len(keys) or not takes(sizes, CHUNK_BYTES).all():
             return self._put_buffered(keys, objects, deadline, fence)
         outcomes: list[Outcome] = []
         before: _Put | None = None
@@ -192,10 +192,12 @@ class DeviceStore(StagedStore):
                 lent = under_way.enter_context(self._embedded.lending(keys[first:last]))
                 some = wanted[first:last]
                 good = np.array(inside(self._regions, some), dtype=bool)
-                which = np.flatnonzero(lent.there & good)
-                for few in _together(some, lent, which[_fits(some, lent, which)]):
-                    objects = _objects(lent.place[few], lent.length[few], some, few)
-                    crossing = self._bus.back(objects, CHUNK_BYTES, deadline)
+                if not (lent.there & good).any():
+                    continue
+                objects = _objects(lent.place, lent.length, some)
+                which = np.flatnonzero(lent.there & good & _fits(objects))
+                for few in _together(objects, which):
+                    crossing = self._bus.back(objects.some(few), CHUNK_BYTES, deadline)
                     under_way.callback(crossing.close)
                     if before is not None:
                         done[before[0] + _arrived(*before[1:])] = True
@@ -230,8 +232,10 @@ class _Put:
         """after  when the bytes are final; None: they are final now"""
         if not len(self._which):
             return
-        places = self._granted.places(self._sizes)
-        moved = _objects(places, self._sizes, self.objects, self._which)
+        place, length = np.zeros((2, len(self.objects)), dtype=np.int64)
+        place[self._which] = self._granted.places(self._sizes)
+        length[self._which] = self._sizes
+        moved = _objects(place, length, self.objects).some(self._which)
         try:
             self._crossing = bus.out(moved, CHUNK_BYTES, deadline, after)
         except TransferError as error:
@@ -262,21 +266,20 @@ class _Put:
         self._open.close()
 
 
-def _objects(place: Ints, size: Ints, parts: Sequence[Slices], which: Ints) -> BusObjects:
-    """The parts at `which`, with the places of their objects on the host."""
-    count = len(which)
+def _objects(place: Ints, length: Ints, parts: Sequence[Slices]) -> BusObjects:
+    """All of a batch."""
     if isinstance(parts, AlikeSlices):
+        count = len(parts)
         runs = np.full(count, len(parts.length))
-        offset, length = np.tile(parts.offset, count), np.tile(parts.length, count)
-        return BusObjects(place, size, runs, offset, parts.address[which].reshape(-1), length)
-    some = [parts[i] for i in which.tolist()]
+        offset, size = np.tile(parts.offset, count), np.tile(parts.length, count)
+        return BusObjects(place, length, runs, offset, parts.address.reshape(-1), size)
     return BusObjects(
         place,
-        size,
-        np.array([len(one.length) for one in some], dtype=np.int64),
-        np.concatenate([one.offset for one in some]),
-        np.concatenate([one.address for one in some]),
-        np.concatenate([one.length for one in some]),
+        length,
+        np.array([len(one.length) for one in parts], dtype=np.int64),
+        np.concatenate([one.offset for one in parts]),
+        np.concatenate([one.address for one in parts]),
+        np.concatenate([one.length for one in parts]),
     )
 
 
@@ -291,34 +294,20 @@ def _arrived(lent: Lent, which: Ints, crossing: Crossing) -> Ints:
     return there
 
 
-def _fits(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Bools:
-    """Which of these have wanted parts, all inside an object of a length that a device hashes."""
-    if isinstance(wanted, AlikeSlices):
-        spans = np.tile(_span(wanted), (len(which), 1))
-    else:
-        spans = np.array([_span(wanted[i]) for i in which.tolist()], dtype=np.int64).reshape(-1, 2)
-    fits = (spans[:, 0] >= 0) & (spans[:, 1] > 0) & (spans[:, 1] <= lent.length[which])
-    if not takes(lent.length[which[fits]], CHUNK_BYTES):
-        for at in np.flatnonzero(fits).tolist():
-            fits[at] = takes(lent.length[which[at] : which[at] + 1], CHUNK_BYTES)
-    return np.asarray(fits)
+def _fits(objects: BusObjects) -> Bools:
+    """Which of these have parts, all inside an object of a length that a device hashes."""
+    low, high = np.full((2, len(objects)), -1)
+    some = objects.runs > 0
+    begins = (np.cumsum(objects.runs) - objects.runs)[some]
+    low[some] = np.minimum.reduceat(objects.offset, begins)
+    high[some] = np.maximum.reduceat(objects.offset + objects.size, begins)
+    fits = (low >= 0) & (high > 0) & (high <= objects.length)
+    return np.asarray(fits & takes(objects.length, CHUNK_BYTES))
 
 
-def _together(wanted: Sequence[Slices], lent: Lent, which: Ints) -> Iterator[Ints]:
+def _together(objects: BusObjects, which: Ints) -> Iterator[Ints]:
     """Cut these into batches, each of which one crossing takes."""
-    if not len(which):
-        return
-    hashes = hashes_of(lent.length[which], CHUNK_BYTES)
-    if isinstance(wanted, AlikeSlices):
-        runs = np.full(len(which), len(wanted.length))
-    else:
-        runs = np.array([len(wanted[i].length) for i in which.tolist()], dtype=np.int64)
-    share = np.maximum(hashes * (MOST_RUNS // MOST_HASHES), runs)
+    hashes = hashes_of(objects.length[which], CHUNK_BYTES)
+    share = np.maximum(hashes * (MOST_RUNS // MOST_HASHES), objects.runs[which])
     for first, last in pairwise(cuts_of(share, MOST_RUNS)):
         yield which[first:last]
-
-
-def _span(parts: Slices | AlikeSlices) -> list[int]:
-    """The lowest offset, and the end of the highest part."""
-    low = int(parts.offset.min(initial=0))
-    return [low, int((parts.offset + parts.length).max(initial=0))]
