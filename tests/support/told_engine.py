@@ -51,13 +51,7 @@ class View:
 
     def blocks(self) -> set[tuple[int, int]]:
         """Hashes and groups."""
-        where = self.index._where
-        return {
-            (name, slot.group)
-            for slot in self.part.slots.values()
-            for name, digest in self.part.blocks.get(slot.block_tokens, {}).items()
-            if where.get(digest, 0) & slot.bits
-        }
+        return {(name, slot.group) for slot in self.part.slots.values() for name in slot.blocks}
 
     def hit(self, tokens: list[int], salt: str) -> int:
         found = self.index.holdings(PromptChain(Namespace(salt=salt), tokens))
