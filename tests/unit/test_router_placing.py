@@ -145,6 +145,18 @@ def test_a_cache_of_a_restarted_engine_is_forgotten_at_once():
         assert last_decision().chosen.cached_tokens == 0
 
 
+def test_what_an_engine_was_sent_is_known_after_it_was_not_reached_for_a_moment():
+    with routed(0, 2) as c:
+        c.complete(prompt=ids(1, 800))
+        (home,) = [d for d in c.decode if asked(d)]
+        home.health = 503
+        wait_until(lambda: not c.up()[home.name])
+        home.health = 200
+        wait_until(lambda: c.up()[home.name])
+        c.complete(prompt=ids(1, 1600))
+        assert last_decision().chosen.cached_tokens == 800
+
+
 def test_an_engine_that_had_nothing_of_what_it_was_sent_is_not_believed_again():
     """It was started again, and no probe noticed."""
     with routed(0, 1) as c:

@@ -14,8 +14,8 @@ their metrics, and hears of engines that come and go. `RequestWay` is one reques
 Without tokens there is no choice to make: the caller takes the engine with the fewest requests. The
 same is true of a router that was told to place by load alone.
 
-An engine that came up may be another process. What it held is forgotten at once, unless its events
-tell that it is the same one (`cache.events`).
+What an engine held is forgotten at once when it was started again (`UpstreamEngine.restarted`), or
+its events tell that another process publishes (`cache.events`).
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Placer:
             self.prompts.forget(engine.url)
             self.meters[engine.url].restarted()
             if (streams := self._followers.get(engine.url)) is not None:
-                streams.came_up()
-            else:
+                streams.came_up(engine.restarted)
+            elif engine.restarted:
                 self.index.forget(engine.url)
         elif kind in ("added", "changed") and self._running:
             self._follow(engine.spec)

@@ -606,4 +606,3 @@ def _tier(medium: str | None, locality: str | None) -> Tier | None:
     if medium == "CPU" or locality == "LOCAL":
         return "cpu"
     return "pool" if medium == "STORAGE" else None
-

@@ -65,6 +65,9 @@ ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
 _REMEMBERED = 5  # absences, whose median is the usual one
+# An engine that was not reached for less than this, and whose host never refused a connection, was
+# only cut off: none starts as fast.
+LEAST_START_SECONDS = 15.0
 # A longer absence says nothing about the next one: an operator took the engine out.
 _LONGEST_START_SECONDS = 900.0
 
@@ -86,6 +89,8 @@ class UpstreamEngine:
         self.up = False
         self.trial = 0  # up, but only for so many requests at a time; 0: not on trial
         self.gone = False  # down, and it accepts no connection
+        self.restarted = False  # when it last came up, it was probably another process
+        self._ended = False  # down, and its host runs without it
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
         self.away_seconds: float | None = None  # how long it was last down; None: never
@@ -148,8 +153,11 @@ class UpstreamEngine:
         log.info("%s engine %s has passed its trial", self.role, self.url)
         return True
 
-    def failed(self, reason: str, *, refused: bool = False, during: str = PROBE) -> None:
-        """A request or a probe failed. `refused`: the engine accepted no connection."""
+    def failed(
+        self, reason: str, *, refused: bool = False, cut_off: bool = False, during: str = PROBE
+    ) -> None:
+        """A request or a probe failed. `refused`: the engine accepted no connection. `cut_off`:
+        perhaps its host was not reached."""
         self.failures += 1
         self.failed_probes += during == PROBE
         self._good_in_a_row = 0
@@ -168,7 +176,8 @@ class UpstreamEngine:
             log.info(text, self.role, self.url, reason, every)
         if not self.up:
             self.reason = reason
-            self.gone = self.gone or refused
+            self.gone |= refused
+            self._ended |= refused and not cut_off
             if self.down_since is None:
                 self.down_since = self._clock()
         if fell:
@@ -187,7 +196,9 @@ class UpstreamEngine:
             self._trials_failed = 0
         elif away is not None and away < self._until_trial():
             return
-        self.up, self.trial, self.gone = True, int(not started), False
+        late = away is not None and away >= LEAST_START_SECONDS
+        self.restarted = self._ended or late
+        self.up, self.trial, self.gone, self._ended = True, int(not started), False, False
         self.reason = ""
         self.starts += 1
         self.away_seconds, self.down_since = away, None
@@ -631,11 +642,12 @@ def _failure(
 ) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
     refused = isinstance(error, NoConnection)
+    cut_off = not isinstance(error.__cause__, ConnectionRefusedError)
     timed_out = isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
     if isinstance(error, TimeoutError):
         reason = f"silent for {seconds:g} s"
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    engine.failed(reason, refused=refused, during=during)
+    engine.failed(reason, refused=refused, cut_off=cut_off, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)
