@@ -233,15 +233,6 @@ def test_a_prompt_that_decodes_elsewhere_is_no_request_of_others(fleet: FleetMet
     assert fleet.view("p", ROLES).running == 0
 
 
-def test_a_restart_ends_what_was_told(fleet: FleetMeter, clock: Clock):
-    taught(fleet, clock, "d")
-    fleet["d"].told(EngineMetrics(running=7, waiting=5, used_blocks=1.0))
-    fleet["d"].restarted()
-    view = fleet.view("d", ROLES)
-    assert (view.running, view.waiting, view.free_blocks) == (0, 0, 1.0)
-    assert view.prefill.token_seconds == pytest.approx(5e-5), "its speed is remembered"
-
-
 def test_answers_are_expected_to_be_as_long_as_others(fleet: FleetMeter):
     assert fleet.output_tokens(None) == 256
     assert fleet.output_tokens(16) == 16

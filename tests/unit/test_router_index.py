@@ -464,14 +464,6 @@ def test_estimates_beside_a_plain_model(live: bool) -> None:
         assert len(index.stats()["a"].estimates) == index.size == len(model)
 
 
-def test_what_an_engine_failed_is_not_believed() -> None:
-    index, tokens = CacheIndex(), numbers(400)
-    index.sent("a", prompt(tokens))
-    index.sent("b", prompt(tokens))
-    index.missed("a", prompt(tokens), 160)
-    assert held(index, tokens) == {("a", "gpu"): 160, ("b", "gpu"): 400}
-
-
 def test_a_lost_view_is_whole_again_when_the_engine_has_turned_over() -> None:
     index = CacheIndex()
     a = Told(index, "a")
@@ -491,29 +483,6 @@ def test_a_lost_view_is_whole_again_when_the_engine_has_turned_over() -> None:
     index.incomplete(a.part)
     index.told(a.part, [Cleared()])
     assert a.part.state == "live"
-
-
-def test_an_engine_that_had_nothing_goes_on_to_tell() -> None:
-    """It was emptied while its events were lost: nothing is believed, until it has turned over."""
-    index = CacheIndex()
-    a = Told(index, "a")
-    a.store(numbers(40, seed=99))
-    index.incomplete(a.part)
-    index.emptied("a")
-    assert held(index, numbers(40, seed=99)) == {} and a.part.state == "lost"
-    prompts = [numbers(40, seed) for seed in range(8)]
-    for tokens in prompts:
-        a.store(tokens)
-    for tokens in prompts[:7]:
-        for block in range(10):
-            a.remove(tokens[: 4 * block + 4])
-    assert a.part.state == "live"
-    a.part.replaying = True  # a replay tells of earlier moments
-    index.emptied("a")
-    assert held(index, prompts[7]) == {("a", "gpu"): 40}
-    index.sent("b", prompt(prompts[0]))
-    index.emptied("b")
-    assert ("b", "gpu") not in held(index, prompts[0]) and index.state("b") == "estimated"
 
 
 def test_what_a_removed_engine_still_tells_is_dropped() -> None:

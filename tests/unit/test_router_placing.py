@@ -7,7 +7,6 @@ Prompts are token ids, so no engine is asked for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from kvferry.router.choice import Decision
 from kvferry.router.flow import Router
 from kvferry.router.placing import RequestWay, read_metrics
 from kvferry.router.rates import EngineMeter, EngineMetrics
-from router_cluster import CHUNKS, WHOLE, Cluster, FakeEngine, cluster, quick
+from router_cluster import WHOLE, Cluster, FakeEngine, cluster, quick
 from waiting import wait_until
 
 LIMITS = quick(metrics_seconds=0.02, tokenize_seconds=5.0, chunk_seconds=60.0)
@@ -157,42 +156,6 @@ def test_what_an_engine_was_sent_is_known_after_it_was_not_reached_for_a_moment(
         assert last_decision().chosen.cached_tokens == 800
 
 
-def test_an_engine_that_had_nothing_of_what_it_was_sent_is_not_believed_again():
-    """It was started again, and no probe noticed."""
-    with routed(0, 1) as c:
-        for number in range(4):
-            c.complete(prompt=ids(number, 320))
-        c.decode[0].cached = 0
-        c.complete(prompt=ids(0, 640))
-        assert last_decision().chosen.cached_tokens == 320
-        c.complete(prompt=ids(1, 640))
-        assert last_decision().chosen.cached_tokens == 0, "one miss is enough"
-        c.decode[0].cached = 640
-        c.complete(prompt=ids(0, 960))
-        assert last_decision().chosen.cached_tokens == 640, "what it computed since is there"
-        c.expect("prompt_tokens_total", 'source="local"', count=640)
-
-
-def test_a_prompt_that_another_request_has_not_computed_yet_empties_no_cache():
-    with routed(0, 1) as c, ThreadPoolExecutor(1) as pool:
-        c.complete(prompt=ids(0, 320))
-        engine = c.decode[0]
-        engine.script = ["gate"]
-        first = pool.submit(c.complete, prompt=ids(9, 640), stream=True)
-        wait_until(lambda: len(asked(engine)) == 2)
-        engine.cached = 0  # it has not computed the first one
-        c.complete(prompt=ids(9, 640))
-        assert last_decision().chosen.cached_tokens > 0
-        for _ in CHUNKS:
-            engine.gate.release()
-        assert first.result().content == b"".join(CHUNKS)
-        c.complete(prompt=ids(0, 640))
-        assert last_decision().chosen.cached_tokens == 320
-        c.complete(prompt=ids(9, 960))
-        assert last_decision().chosen.cached_tokens == 0, "now it was restarted"
-        wait_until(lambda: not c.router.placing.unsure)
-
-
 def test_a_failed_answer_says_that_nothing_was_handed_over():
     with routed(0, 1) as c:
         c.complete(prompt=ids(0, 800))
@@ -300,20 +263,6 @@ def test_a_failed_decode_engine_is_not_chosen_again_for_the_request():
         assert got.content == WHOLE and asked(other) == [ids(1, 1600)]
         assert got.headers["x-kvferry-path"] == "decode-only"
         c.expect("retries_total", 'stage="decode"', count=1)
-
-
-def test_an_engine_that_failed_a_prompt_is_not_believed_to_hold_it():
-    with routed(0, 1) as c:
-        c.complete(prompt=ids(1, 320))
-        c.decode[0].script = ["500"]
-        assert c.complete(prompt=ids(1, 640)).status_code == 500
-        c.complete(prompt=ids(1, 960))
-        assert last_decision().chosen.cached_tokens == 320
-        with streams(c, 1):  # one that has begun to answer has computed its prompt
-            pass
-        wait_until(lambda: c.router.placing.meters[c.servers["d0"].url].running == 0)
-        c.complete(prompt=[*ids(900, 40), *ids(5, 40)])
-        assert last_decision().chosen.cached_tokens == 32
 
 
 def test_a_failed_prefill_engine_is_replaced():

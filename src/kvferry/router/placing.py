@@ -94,8 +94,6 @@ class Placer:
         )
         self._fleet, self._limits = fleet, config.limits
         self.random = Random()
-        # Prompts that an engine was sent and has not computed yet, by how they begin.
-        self.unsure = Counter[tuple[str, bytes]]()
         self._followers: dict[str, EventStreams] = {}
         self._running = False
         self._usual, self._usual_at = self.meters.usual(), time.monotonic()
@@ -170,10 +168,8 @@ class Placer:
             self.prompts.forget(engine.url)
             self.meters.keep(e.url for e in self._fleet.engines)
         elif kind == "up":
-            if self._fleet.get(engine.url) is not engine:
-                return  # it was removed while it was asked
-            self.prompts.forget(engine.url)
-            self.meters[engine.url].restarted()
+            if engine.restarted:
+                self.prompts.forget(engine.url)
             if (streams := self._followers.get(engine.url)) is not None:
                 streams.came_up(engine.restarted)
             elif engine.restarted:
@@ -255,8 +251,6 @@ class RequestWay:
         self._prefill: PrefillVisit | None = None
         self._stream: StreamVisit | None = None
         self._computed_on: str | None = None
-        self._unsure: str | None = None  # was sent the prompt, and has not answered yet
-        self._shared = False  # another request with this beginning was there, not computed yet
         self._handed_tokens = 0  # that the decode engine loads from another one
         self._asked_at = 0.0
         self._events = 0
@@ -315,7 +309,6 @@ class RequestWay:
 
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
-        self._settle()
         self._computed()
         self._read_cached(answer)
 
@@ -327,15 +320,14 @@ class RequestWay:
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
             self.compute(engine, decoded_elsewhere=False)
-        else:
-            self._believe(engine)
+        elif self._chain is not None:
+            self._placing.sent(engine, self._chain)
 
     def first(self) -> None:
         """The first bytes of a stream came."""
         assert self._stream is not None
         now = time.monotonic()
         self.actual_seconds = now - self._begun
-        self._settle()
         self._stream.first()
         if self._handed_tokens:
             self._stream.meter.received(self._handed_tokens, now - self._asked_at)
@@ -355,7 +347,6 @@ class RequestWay:
     def served(self, *, handed_over: bool) -> None:
         """The request was answered well: what it got from where counts from now on."""
         placing = self._placing
-        self._settle()
         if self._streamed and self._events > 1:
             placing.meters.answered(self._events)
         if self.decision is None:
@@ -384,7 +375,8 @@ class RequestWay:
     def compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
         """The prompt goes to `engine` to be computed there."""
         self._drop_prefill()
-        self._believe(engine)
+        if self._chain is not None:
+            self._placing.sent(engine, self._chain)
         self._computed_on = engine
         self._prefill = self._placing.meter(engine).prefill(
             self.tokens or self._guessed_tokens,
@@ -406,44 +398,11 @@ class RequestWay:
         if self._prefill is not None:
             self._prefill.dropped()
             self._prefill = None
-        engine = self._settle()
-        if engine is not None and self._chain is not None:
-            index = self._placing.index
-            if index.state(engine) != "live":  # else its events tell how far it came
-                index.missed(engine, self._chain, self._held(engine))
-
-    def _believe(self, engine: str) -> None:
-        """An engine that gets a prompt will hold it, unless it fails."""
-        if self._chain is not None:
-            self._settle()
-            self._placing.sent(engine, self._chain)
-            key, unsure = (engine, self._chain.beginning), self._placing.unsure
-            self._unsure, self._shared = engine, key in unsure
-            unsure[key] += 1
-
-    def _settle(self) -> str | None:
-        """It is known what became of the prompt at an engine, which is returned."""
-        engine, self._unsure = self._unsure, None
-        if engine is not None and self._chain is not None:
-            key, unsure = (engine, self._chain.beginning), self._placing.unsure
-            unsure[key] -= 1
-            if not unsure[key]:
-                del unsure[key]
-        return engine
 
     def _read_cached(self, data: bytes) -> None:
         """What the engine that computed the prompt says it had of it, where it says that."""
-        if (found := _CACHED.search(data)) is None:
-            return
-        self._cached = int(found[1])
-        engine, chain = self._computed_on, self._chain
-        if self._cached or engine is None or chain is None or not self._held(engine):
-            return
-        index = self._placing.index
-        if index.state(engine) != "live" and not self._shared:
-            # Nothing of what it was sent is there: it was started again, or emptied.
-            index.emptied(engine)
-            self._placing.sent(engine, chain)
+        if found := _CACHED.search(data):
+            self._cached = int(found[1])
 
 
 def read_metrics(text: bytes) -> EngineMetrics | None:

@@ -189,10 +189,6 @@ class EngineMeter:
         others = metrics.running + metrics.waiting - ours - self._foreign_waiting
         self._foreign_running = max(0, others)
 
-    def restarted(self) -> None:
-        """Another process serves under this name: its load is gone, its speed likely the same."""
-        self._told = None
-
     # Results
 
     @property

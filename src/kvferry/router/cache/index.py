@@ -59,7 +59,6 @@ _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
 _STATE = ("mamba",)
 _TOKEN_BYTES = 4
-_BEGINNING_BYTES = 16 * _TOKEN_BYTES
 _TOKEN_TYPE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 
 
@@ -87,11 +86,6 @@ class PromptChain:
         self.tokens = len(self._packed) // _TOKEN_BYTES
         # Tuples: the collector of garbage does not look into them, as it does into lists.
         self._digests: dict[int, tuple[Digest, ...]] = {}
-
-    @property
-    def beginning(self) -> bytes:
-        """The first tokens, which tell most prompts apart that have nothing in common."""
-        return self._packed[:_BEGINNING_BYTES]
 
     def digests(self, block_tokens: int) -> tuple[Digest, ...]:
         """One digest for each whole block of `block_tokens` tokens. Made once for each size."""
@@ -281,16 +275,6 @@ class CacheIndex:
         if engine in self._parts:
             self.forget_part(self._parts[engine])
 
-    def emptied(self, engine: str) -> None:
-        """An engine used none of the blocks that it was believed to hold, so forget them. Later
-        events count; a replay, which tells of earlier moments, goes on."""
-        part = self._parts.get(engine)
-        if part is not None and not part.replaying:
-            tells = part.view != "estimated"
-            self.forget_part(part)
-            if tells:
-                self.incomplete(part)
-
     def remove(self, engine: str) -> None:
         """An engine is gone for good."""
         self._parts.pop(engine, None)
@@ -299,10 +283,6 @@ class CacheIndex:
         part.slots.clear()
         part.estimates.clear()
         part.view, part.known_in_a_row = "estimated", 0
-
-    def state(self, engine: str) -> State:
-        """The state of an engine's part."""
-        return self._parts[engine].state if engine in self._parts else "estimated"
 
     def pooled(self) -> set[str]:
         """Engines that have told of a pool, which they read then."""
@@ -369,13 +349,6 @@ class CacheIndex:
         if (over := len(estimates) - part.capacity_blocks) > 0:
             part.drop_estimates(over + part.capacity_blocks // _DROPPED_SHARE)
         self._trim()
-
-    def missed(self, engine: str, chain: PromptChain, cached_tokens: int) -> None:
-        """An engine failed a prompt of which it held only `cached_tokens`: it is not expected to
-        hold the rest."""
-        if (part := self._parts.get(engine)) is not None:
-            size = part.estimate_tokens
-            part.take_out(chain.digests(size)[cached_tokens // size :])
 
     # Events
 
@@ -568,8 +541,7 @@ def _holds(slots: Sequence[Slot]) -> Callable[[Digest], bool]:
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
-    """Tokens of the prefix that an engine should hold, by the prompts that were sent to it. Blocks
-    behind a gap, which `missed` may leave, may count or not."""
+    """Tokens of the prefix that an engine should hold, by the prompts that were sent to it."""
     size, ends = part.estimate_tokens, part.estimates.get
     most, digests = (chain.tokens - 1) // size, chain.digests(size)
     if not digests or digests[0] not in part.estimates:

@@ -9,11 +9,10 @@
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
 
-The tokens of a prompt are remembered, and equal prompts at the same time are asked for once.
-Requests wait for them no longer than `seconds`. An engine that fails several times in a row is not
-asked for a while. In all these cases, and for images, embeddings, several prompts in one request,
-and more than 8 MiB of token ids, there is no chain: the request is placed without a view of its
-prefix, and never refused.
+The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
+that fails several times in a row is not asked for a while. In all these cases, and for images,
+embeddings, several prompts in one request, and more than 8 MiB of token ids, there is no chain: the
+request is placed without a view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ log = logging.getLogger(__name__)
 COUNTED = (
     "ids",  # the request has token ids
     "remembered",
-    "shared",  # with a request that asked for the same prompt just before
     "asked",
     "local",  # tokenized here
     "unsupported",  # such as images
@@ -58,7 +56,6 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two requests for an engine's models, while a name is missing
-_RECHECK_SECONDS = 60.0  # until a route that an engine did not have is tried again
 _MOST_ANSWER_BYTES = 64 << 20
 # Of a prompt of token ids: 1.2 million tokens of a large vocabulary. A million take 30 ms of the
 # router's only thread and 60 MB, so a body of 64 MiB would stop all streams for more than a second.
@@ -103,7 +100,7 @@ class PromptChains:
         self._engines: dict[str, _TokenSource] = {}
         self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
         self.known_tokens = 0
-        self._asking: dict[bytes, asyncio.Future[PromptChain | None]] = {}
+        self._asking = 0  # prompts
 
     def at_once(
         self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
@@ -136,32 +133,17 @@ class PromptChains:
     async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
         """The chain of a prompt; None if there is none in time. The engine may want the
         Authorization of the request's headers."""
-        key, until = asked.key, asyncio.get_running_loop().time() + self._seconds
-        while (shared := self._asking.get(key)) is not None:
-            try:
-                found = await asyncio.shield(shared)
-            except asyncio.CancelledError:
-                mine = asyncio.current_task()
-                if not shared.cancelled() or (mine is not None and mine.cancelling()):
-                    raise
-            else:
-                self.counts["shared"] += 1
-                return found
-            # The client that had asked is gone: the first of the others asks again.
-        if len(self._asking) >= self._most_asked:
+        until = asyncio.get_running_loop().time() + self._seconds
+        if self._asking >= self._most_asked:
             return self._without("busy")
         if time.monotonic() < self._engine(engine).paused_until:
             return self._without("failed")
         authorization = [(k, v) for k, v in headers if k == b"authorization"]
-        # Not a task of its own: most prompts are asked for once.
-        answer = self._asking[key] = asyncio.get_running_loop().create_future()
+        self._asking += 1
         try:
-            found = await self._find(engine, asked, authorization, until)
-            answer.set_result(found)
-            return found
+            return await self._find(engine, asked, authorization, until)
         finally:
-            del self._asking[key]
-            answer.cancel()  # it has no answer, if it is not done
+            self._asking -= 1
 
     def forget(self, engine: str) -> None:
         """An engine restarted or is gone. It may serve other models now, and an equal name may
@@ -235,8 +217,7 @@ class PromptChains:
     async def _ask(
         self, engine: _TokenSource, asked: AskedPrompt, headers: Headers, until: float
     ) -> list[int] | None:
-        now = time.monotonic()
-        if now >= engine.render_at:
+        if engine.renders:
             url = f"{engine.url}{asked.path}/render"
             body, absent = msgspec.json.encode(asked.fields), (*_NOT_THERE, 403)
             answer = await self._call(b"POST", url, body, headers, until, absent)
@@ -245,8 +226,8 @@ class PromptChains:
                     return msgspec.json.decode(answer, type=_Rendered).token_ids
                 (only,) = msgspec.json.decode(answer, type=list[_Rendered])
                 return only.token_ids
-            engine.render_at = now + _RECHECK_SECONDS
-        if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
+            engine.renders = False
+        if not engine.tokenizes or asked.truncated:  # /tokenize leaves the whole prompt
             return None
         url = f"{engine.url}/tokenize"
         try:
@@ -259,9 +240,9 @@ class PromptChains:
         engine.looked_at = float("-inf")
         await self._look_at_models(engine, headers, until)
         if engine.namespace(asked) is None:  # an adapter that was taken out is a 404 too
-            engine.render_at = 0.0
+            engine.renders = True
             return None
-        engine.tokenize_at = now + _RECHECK_SECONDS
+        engine.tokenizes = False
         log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
         return None
 
@@ -365,8 +346,8 @@ class _TokenSource:
     url: str
     parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
     looked_at: float = float("-inf")
-    render_at: float = 0.0  # from when on it may be asked
-    tokenize_at: float = 0.0
+    renders: bool = True  # as far as is known
+    tokenizes: bool = True
     failures: int = 0  # in a row
     paused_until: float = 0.0
 
