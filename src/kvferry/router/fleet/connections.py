@@ -86,18 +86,10 @@ def address_of_url(url: str) -> EngineAddress:
 class EngineTransport:
     """Sends requests of one event loop."""
 
-    def __init__(
-        self,
-        tls: ssl.SSLContext,
-        idle_seconds: float,
-        connect_seconds: float,
-        most_kept: int = 2048,
-    ) -> None:
-        """most_kept  connections; beyond, one that has brought its answer is closed"""
+    def __init__(self, tls: ssl.SSLContext, idle_seconds: float, connect_seconds: float) -> None:
         self._tls = tls
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
-        self._most_kept = most_kept
         self._idle: dict[EngineOrigin, dict[EngineConnection, None]] = {}  # the newest is last
         self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
         self._addresses_of: dict[str, list[str]] = {}  # by name, as the last lookup found them
@@ -156,12 +148,6 @@ class EngineTransport:
 
     def close(self) -> None:
         for connection in list(self.connections):
-            connection.close()
-
-    def close_idle(self, origin: EngineOrigin) -> None:
-        """This server will get no requests soon."""
-        self._addresses_of.pop(origin.host, None)
-        for connection in list(self._idle.get(origin, ())):
             connection.close()
 
     def _take(self, origin: EngineOrigin) -> EngineConnection | None:
@@ -236,9 +222,6 @@ class EngineTransport:
 
     def free(self, connection: EngineConnection) -> None:
         """A connection has brought its answer, and can bring another one."""
-        if len(self.connections) > self._most_kept:
-            connection.close()
-            return
         self._idle.setdefault(connection.origin, {})[connection] = None
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
 

@@ -299,10 +299,7 @@ class Fleet:
         self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
-            trusting(ca_file),
-            _KEEPALIVE_SECONDS,
-            limits.connect_seconds,
-            most_kept=2 * limits.max_in_flight,
+            trusting(ca_file), _KEEPALIVE_SECONDS, limits.connect_seconds
         )
         for spec in specs:
             if not spec.is_name:
@@ -370,7 +367,6 @@ class Fleet:
         del self._engines[engine.url]
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
-        self.transport.close_idle(address_of_url(engine.url).origin)
         self._tell(engine, "removed")
 
     @contextmanager
@@ -500,8 +496,6 @@ class Fleet:
         """A request at this engine has ended."""
         engine.in_flight -= 1
         self._remove_if_drained(engine)
-        if engine.removed:  # no later request closes what this one leaves idle
-            self.transport.close_idle(address_of_url(engine.url).origin)
         if "decode" in engine.roles:
             self.turns.ended()
 
