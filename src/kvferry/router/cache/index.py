@@ -104,20 +104,12 @@ def pack(token_ids: Iterable[int]) -> bytes:
         raise ValueError(f"token ids must be from 0 to 2**32 - 1: {error}") from None
 
 
-def extend(
-    parent: Digest, packed: bytes, block_tokens: int, extras: Sequence[bytes] = ()
-) -> list[Digest]:
-    """Digests of the whole blocks that follow the block with the digest `parent`.
-
-    `extras`: for each block, what else its cache depends on, such as an image; b"" for nothing.
-    """
+def extend(parent: Digest, packed: bytes, block_tokens: int) -> list[Digest]:
+    """Digests of the whole blocks that follow the block with the digest `parent`."""
     size = block_tokens * _TOKEN_BYTES
     digests = []
-    for number, at in enumerate(range(0, len(packed) - size + 1, size)):
-        block = packed[at : at + size]
-        if extras and extras[number]:
-            block += extras[number]
-        parent = hash((parent, block))
+    for at in range(0, len(packed) - size + 1, size):
+        parent = hash((parent, packed[at : at + size]))
         digests.append(parent)
     return digests
 
@@ -410,10 +402,8 @@ class CacheIndex:
                     of_other = self._place(part, size, other, batch)
                     places |= dict(zip(other.block_hashes, of_other, strict=True))
             return [places[name] for name in hashes]
-        found = _salt_and_extras(event)
-        if found is None:
-            return known
-        (salt, extras), first = found, 0
+        salt, text = _salt_and_text(event)
+        first = 0
         if parent is None:  # the salt is told with the first block
             start: Digest | None = Namespace(event.lora_name or "", salt).seed
         else:
@@ -424,9 +414,9 @@ class CacheIndex:
             start = known[first - 1] if first else None
         if start is None:
             return known
-        packed = pack(event.token_ids[first * size :])
-        fresh = extend(start, packed, size, extras[first:] if any(extras) else ())
-        return known[:first] + [old or new for old, new in zip(known[first:], fresh, strict=True)]
+        fresh = extend(start, pack(event.token_ids[first * size : text * size]), size)
+        found = [*known[:first], *fresh, *[None] * (len(hashes) - max(first, text))]
+        return [old or new for old, new in zip(known, found, strict=True)]
 
     def _removed(self, part: Publisher, event: Removed) -> None:
         tier = _tier(event.medium, event.locality)
@@ -549,27 +539,21 @@ def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
     return size * bisect_left(digests, True, 0, most, key=lambda digest: ends(digest, now) <= now)
 
 
-def _salt_and_extras(event: Stored) -> tuple[str, list[bytes]] | None:
-    """The salt, and the other keys of each block; None if keys and blocks do not match. A block's
-    keys are the adapter's name, pairs for each image, the salt (of the first block), and digests of
-    embeddings."""
+def _salt_and_text(event: Stored) -> tuple[str, int]:
+    """The salt, and how many blocks hold text alone. A block's keys are the adapter's name, pairs
+    for each image, the salt (of the first block), and digests of embeddings. Prompts with images or
+    embeddings are not looked up, so their blocks are not indexed from there on."""
     count = len(event.block_hashes)
     if event.extra_keys is None:
-        return "", [b""] * count
-    if len(event.extra_keys) != count:
-        return None
-    salt, of_blocks = "", []
+        return "", count
+    salt = ""
     for number, keys in enumerate(event.extra_keys):
-        left = list(keys or ())
-        if event.lora_name and left[:1] == [event.lora_name]:
-            del left[0]
-        if number == 0 and event.parent_block_hash is None:
-            salts = [key for key in left if isinstance(key, str)]
-            if salts:
-                salt = salts[0]
-                left.remove(salt)
-        of_blocks.append(repr(left).encode("utf-8", "surrogatepass") if left else b"")
-    return salt, of_blocks
+        left = [key for key in keys or () if key != event.lora_name]
+        if number == 0 and event.parent_block_hash is None and left and isinstance(left[0], str):
+            salt = left.pop(0)
+        if left:
+            return salt, number
+    return salt, min(count, len(event.extra_keys))
 
 
 def _tier(medium: str | None, locality: str | None) -> Tier | None:
