@@ -135,6 +135,7 @@ def test_an_unknown_engine_costs_what_the_others_do(fleet: FleetMeter, clock: Cl
     new = fleet.view("new", ROLES)
     assert new.prefill == fleet.view("a", ROLES).prefill
     fleet.keep(["new"])
+    clock.now += 1
     assert fleet.view("new", ROLES).prefill == PREFILL
 
 
@@ -205,6 +206,7 @@ def test_a_slow_hand_over_is_doubted_after_a_while(fleet: FleetMeter, clock: Clo
     assert fleet.view("d", ROLES).receive.seconds(1000) < 1.05 * TRANSFER.seconds(1000)
     for tokens in (100, 1000, 3000, 6000, 9000, 12_000):  # what is fast stays known
         meter.received(tokens, 0.005 + 1e-6 * tokens)
+    clock.now += 1
     fast = fleet.view("d", ROLES).receive.seconds(9000)
     clock.now += 600
     assert fleet.view("d", ROLES).receive.seconds(9000) == fast

@@ -201,6 +201,17 @@ async def test_token_ids_that_would_stop_all_streams_are_not_read(
 
 
 @with_engine
+async def test_texts_that_would_keep_a_tokenizer_from_others_are_not_tokenized(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    assert same(await ask(prompts, engine, prompt="x" * 1000), "x" * 1000)
+    assert await ask(prompts, engine, prompt="x" * (4 << 20)) is None
+    long = [{"role": "user", "content": "x" * (2 << 20)}] * 2
+    assert await ask(prompts, engine, CHAT, messages=long) is None
+    assert prompts.counts["unsupported"] == 2 and len(engine.seen) == 2
+
+
+@with_engine
 async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: PromptChains) -> None:
     poet = await ask(prompts, engine, prompt="hello", model="poet")
     assert same(poet, "hello", Namespace(lora="poet"))

@@ -70,7 +70,7 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
 class PromptView(msgspec.Struct, frozen=True):
     """One request, as known when it is placed."""
 
-    tokens: int  # of the prompt; 0: not known
+    tokens: int  # of the prompt
     holdings: tuple[Holding, ...] = ()
     may_hand_over: bool = True  # False: it must be computed where it is decoded
     output_tokens: int = 256  # that are expected; what the client allows is an upper bound
@@ -179,9 +179,6 @@ def options(
         if p.engine is not d.engine
     ]
     alone = nsmallest(MOST_ALONE, map(costs.alone, decode), _cost)
-    if prompt.tokens <= 0 and pairs:
-        # Without a size nothing can be weighed. An operator with prefill engines wants them used.
-        alone = []
     return sorted([*alone, *pairs], key=_cost)
 
 

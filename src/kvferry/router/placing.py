@@ -25,17 +25,16 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from random import Random
 
-import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
 from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex, PromptChain
 from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
-from kvferry.router.choice import Decision, EngineView, Holding, PromptView, place
+from kvferry.router.choice import Decision, EngineView, Holding, PromptView, Role, place
 from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
 from kvferry.router.fleet.engines import ChangeKind, Fleet, UpstreamEngine
 from kvferry.router.rates import (
@@ -64,9 +63,6 @@ _SAMPLE = re.compile(
     rb"(?:\{(.*)\})? ([0-9.eE+-]+)(?![^\n])"
 )
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
-# Between two looks at what engines cost. Not for each request, which would pay for all engines; not
-# more seldom, because each line that is due then (`REFIT_SECONDS`) takes up to 0.1 ms at once.
-_RATES_SECONDS = 0.05
 # Of a prompt whose tokens are not known, until it counts as computed.
 _GUESSED_SECONDS = 1.0
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
@@ -96,7 +92,6 @@ class Placer:
         self.random = Random()
         self._followers: dict[str, EventStreams] = {}
         self._running = False
-        self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         fleet.changed = self._changed
 
     async def run(self) -> None:
@@ -125,28 +120,19 @@ class Placer:
         output_tokens = self.meters.output_tokens(wanted.max_tokens())
         return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
-    def views(self) -> list[EngineView]:
-        """All engines, as the choice needs them."""
-        now = time.monotonic()
-        if now - self._usual_at > _RATES_SECONDS:
-            self._usual, self._usual_at = self.meters.usual(), now
-        usual, pooled = self._usual, self.index.pooled()
-        views = []
-        for engine in self._fleet.engines:
-            view = self.meters.view(
+    def views(self, failed: Mapping[Role, Set[UpstreamEngine]]) -> list[EngineView]:
+        """All engines, as the choice needs them, without the roles in which they failed."""
+        pooled = self.index.pooled()
+        return [
+            self.meters.view(
                 engine.url,
-                engine.roles,
+                frozenset(role for role in engine.roles if engine not in failed[role]),
                 up=engine.room > 0,
                 pooled=engine.url in pooled,
-                usual=usual,
+                weight=engine.spec.weight,
             )
-            weight = engine.spec.weight
-            if weight != 1.0:
-                # Its share of requests: a light engine seems busier than it is, a heavy one less.
-                work, running = round(view.waiting_tokens / weight), round(view.running / weight)
-                view = msgspec.structs.replace(view, waiting_tokens=work, running=running)
-            views.append(view)
-        return views
+            for engine in self._fleet.engines
+        ]
 
     def meter(self, engine: str) -> EngineMeter:
         """An engine's own. A removed engine has one that is not shown anywhere."""
@@ -283,15 +269,7 @@ class RequestWay:
         """The way for the next try. None: without tokens there is nothing to choose by."""
         if self._chain is None:
             return None
-        views = self._placing.views()
-        if not_prefill or not_decode:
-            out = {
-                "prefill": {engine.url for engine in not_prefill},
-                "decode": {engine.url for engine in not_decode},
-            }
-            for at, view in enumerate(views):
-                roles = frozenset(role for role in view.roles if view.name not in out[role])
-                views[at] = msgspec.structs.replace(view, roles=roles)
+        views = self._placing.views({"prefill": not_prefill, "decode": not_decode})
         self._holdings = tuple(self._placing.index.holdings(self._chain))
         prompt = PromptView(self.tokens, self._holdings, may_hand_over, self._output_tokens)
         self.decision = place(prompt, views, self._placing.random)

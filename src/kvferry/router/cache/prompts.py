@@ -11,8 +11,8 @@ An adapter's name in `model` (engines say at `/v1/models` which names are adapte
 
 The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
 that fails several times in a row is not asked for a while. In all these cases, and for images,
-embeddings, several prompts in one request, and more than 8 MiB of token ids, there is no chain: the
-request is placed without a view of its prefix, and never refused.
+embeddings, several prompts in one request, more than 4 MiB of text and more than 8 MiB of token
+ids, there is no chain: the request is placed without a view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ _MOST_ANSWER_BYTES = 64 << 20
 # Of a prompt of token ids: 1.2 million tokens of a large vocabulary. A million take 30 ms of the
 # router's only thread and 60 MB, so a body of 64 MiB would stop all streams for more than a second.
 _MOST_IDS_BYTES = 8 << 20
+# Of all other prompts: about a million tokens, for which a tokenizer takes seconds. A longer one
+# would keep the router's own tokenizer from other prompts, whose requests would wait in vain.
+_MOST_TEXT_BYTES = 4 << 20
 _NOT_THERE = (404, 405, 501)
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # The fields of a request that its tokens depend on.
@@ -122,6 +125,8 @@ class PromptChains:
                 return self._without("unsupported")
             self.counts["ids"] += 1
             return chain
+        if ids is None and sum(len(bytes(raw)) for raw in asked.fields.values()) > _MOST_TEXT_BYTES:
+            return self._without("unsupported")
         asked.key = asked.digest()
         known = self._known.get(asked.key)
         if known is None:
