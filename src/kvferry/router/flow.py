@@ -489,9 +489,7 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.compute(engine.url, decoded_elsewhere=True)
-                asking = await fleet.ask(engine, asked, body, seconds, plain=True)
-                try:
-                    got = asking.answer
+                async with fleet.ask(engine, asked, body, seconds, plain=True) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -507,8 +505,6 @@ class _Trip:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
-                finally:
-                    asking.close()
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.failed(f"{error}")
                 failed.add(engine)
@@ -551,9 +547,7 @@ class _Trip:
                 option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
                 self._show(Decision(option, (), next(said, "by load")))
             way.decode(engine.url, handed_over=handed_over)
-        asking = await self._fleet.ask(engine, asked, body, seconds)
-        try:
-            got = asking.answer
+        async with self._fleet.ask(engine, asked, body, seconds) as got:
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
@@ -576,8 +570,6 @@ class _Trip:
                     expected = way.decision.chosen.seconds
                     took = f"expected {expected:.3f} s, took {way.actual_seconds:.3f} s"
                     asked.trail.append(took)
-        finally:
-            asking.close()
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much

@@ -28,8 +28,8 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -443,6 +443,7 @@ class Fleet:
                 check.cancel()
             self.transport.close()
 
+    @asynccontextmanager
     async def ask(
         self,
         engine: UpstreamEngine,
@@ -451,11 +452,13 @@ class Fleet:
         seconds: float,
         *,
         plain: bool = False,
-    ) -> Asking:
-        """An engine's answer within `seconds`: complete, or the first bytes of a stream. The caller
-        closes it. `plain`: the router reads it, so it must not be compressed.
+    ) -> AsyncIterator[Answer]:
+        """An engine's answer within `seconds`: complete, or the first bytes of a stream. `plain`:
+        the router reads it, so it must not be compressed.
 
-        Raises EngineFailure if there is no answer, or a 5xx.
+        The request counts at the engine for the time of a `with`. If the answer is incomplete then,
+        its connection is closed, and the engine aborts. Raises EngineFailure if there is no answer,
+        or a 5xx.
         """
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
         headers = [*passed_on, (b"x-request-id", asked.request_id)]
@@ -463,14 +466,13 @@ class Fleet:
             headers = [field for field in headers if field[0] != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         until = asyncio.get_running_loop().time() + seconds
-        asking = Asking(self, engine, asked)
+        held, got, rest = asked.held.bytes, None, None
+        engine.in_flight += 1
         try:
             try:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
-                asking.response = got
                 passed, status = end_to_end(got.head.headers), got.head.status
-                rest = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
                     rest = partial(_pass_on, engine, got, self._limits.chunk_seconds, asked)
@@ -478,7 +480,7 @@ class Fleet:
                     content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, str(asked)) from error
-            asking.answer = answer = Answer(status, passed, content, rest)
+            answer = Answer(status, passed, content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
@@ -487,17 +489,15 @@ class Fleet:
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
             if engine.answered():
                 self.turns.give()  # a trial has ended
-        except BaseException:
-            asking.close()
-            raise
-        return asking
-
-    def left(self, engine: UpstreamEngine) -> None:
-        """A request at this engine has ended."""
-        engine.in_flight -= 1
-        self._remove_if_drained(engine)
-        if "decode" in engine.roles:
-            self.turns.ended()
+            yield answer
+        finally:
+            asked.held.add(held - asked.held.bytes)
+            if got is not None:
+                got.done()
+            engine.in_flight -= 1
+            self._remove_if_drained(engine)
+            if "decode" in engine.roles:
+                self.turns.ended()
 
     async def check(self, engine: UpstreamEngine) -> None:
         """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
@@ -549,30 +549,6 @@ class Fleet:
             self.turns.give()  # if that widened a trial
         else:
             engine.failed(f"/health answered {status}")
-
-
-class Asking:
-    """A request at an engine, which counts there until it is closed.
-
-    If the answer is incomplete then, its connection is closed too, and the engine aborts.
-    """
-
-    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
-
-    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
-        self._fleet, self._engine, self._asked = fleet, engine, asked
-        self._held_before = asked.held.bytes
-        self.answer: Answer  # once it has come
-        self.response: EngineConnection | None = None
-        engine.in_flight += 1
-
-    def close(self) -> None:
-        held = self._asked.held
-        if held.bytes != self._held_before:
-            held.add(self._held_before - held.bytes)
-        if self.response is not None:
-            self.response.done()
-        self._fleet.left(self._engine)
 
 
 async def _pass_on(
