@@ -367,16 +367,20 @@ class _Trip:
                 if error.delivered and self._ticket:
                     self._ticket = None
                     self._ticket_ended()
-                if error.broke_off:
+                if error.broke_off and not self._fleet.some_up("decode", self._failed_decode()):
                     await self._fleet.check(engine)
-                if tries < self._limits.tries and not self._may_retry(error):
+                if tries < self._limits.tries and not await self._may_retry(error):
                     break
         await self._give_up(failure)
 
-    def _may_retry(self, error: EngineFailure) -> bool:
+    async def _may_retry(self, error: EngineFailure) -> bool:
         """Whether another engine may be asked. Requests that reached no living engine are free."""
-        if not error.delivered or error.engine.gone or self._router.budget.take():
+        if not error.delivered or self._router.budget.take():
             return True
+        if error.broke_off:
+            await self._fleet.check(error.engine)
+            if error.engine.gone:
+                return True
         self._router.budget.refused += 1
         self._asked.trail.append("no retry: too many requests fail")
         return False
@@ -510,9 +514,7 @@ class _Trip:
                 failed.add(engine)
                 if not isinstance(error, EngineFailure):
                     error = EngineFailure(engine, "its answer is no JSON object")
-                if error.broke_off:
-                    await fleet.check(engine)
-                if len(failed) < self._limits.tries and not self._may_retry(error):
+                if len(failed) < self._limits.tries and not await self._may_retry(error):
                     break
                 continue
             if not self._ticket:

@@ -8,7 +8,8 @@ An engine has one role or both. It is added, changed, drained and removed while 
     removed   after draining, or at once; what still runs there goes on to its end
 
 An engine goes down after `fail_after` failures in a row, of probes and requests together, or at
-once when it accepts no connection. Only probes bring it back: `recover_after` good ones in a row.
+once when it accepts no connection. A good probe ends a row of probes, an answered request ends
+both. Only probes bring an engine back: `recover_after` good ones in a row.
 After the start one good probe is enough, so that the router is ready at once.
 
 A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
@@ -96,7 +97,8 @@ class UpstreamEngine:
         self.failures = 0  # of requests and probes, since the start
         self.failed_probes = 0
         self._limits = limits
-        self._failed_in_a_row = 0
+        # In a row. A good probe says nothing about requests: only an answered one does.
+        self._bad_probes = self._bad_requests = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
         self._trials_failed = 0  # in a row
         self._clock = clock
@@ -140,7 +142,7 @@ class UpstreamEngine:
 
     def answered(self) -> bool:
         """A request got an answer. Returns whether that ended a trial."""
-        self._failed_in_a_row = 0
+        self._bad_probes = self._bad_requests = 0
         if not self.trial:
             return False
         self.trial = self._trials_failed = 0
@@ -153,11 +155,14 @@ class UpstreamEngine:
         """A request or a probe failed. `refused`: the engine accepted no connection. `cut_off`:
         perhaps its host was not reached."""
         self.failures += 1
-        self.failed_probes += during == PROBE
         self._good_in_a_row = 0
-        self._failed_in_a_row += 1
+        if during == PROBE:
+            self.failed_probes += 1
+            self._bad_probes += 1
+        else:
+            self._bad_requests += 1
         enough = 1 if refused or self.trial else self._limits.fail_after
-        fell = self.up and self._failed_in_a_row >= enough
+        fell = self.up and self._bad_probes + self._bad_requests >= enough
         if fell:
             self.up = False
             if self.trial:
@@ -178,7 +183,7 @@ class UpstreamEngine:
             self._changed(self, "down")
 
     def probed_well(self) -> None:
-        self._failed_in_a_row = 0
+        self._bad_probes = 0
         self._good_in_a_row += 1
         if self.up or self._good_in_a_row < self._limits.recover_after:
             if self.trial and self._good_in_a_row % self._limits.recover_after == 0:
@@ -193,6 +198,7 @@ class UpstreamEngine:
         late = away is not None and away >= LEAST_START_SECONDS
         self.restarted = self._ended or late
         self.up, self.trial, self.gone, self._ended = True, int(not started), False, False
+        self._bad_requests = 0
         self.reason = ""
         self.starts += 1
         self.down_since = None
