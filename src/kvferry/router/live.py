@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's page: problems, their place and time, and why each request went where it did.
 
-The event loop feeds `LiveState` while it serves requests:
-
-    decided    a request was placed; the record stays with the request
-    answered   its first token came; these engines served it
-    served     its answer is complete; engines have reported their cached tokens
-    ended      it ended, with an outcome; for a failed one, the steps that the router took
-
-Once a second `look` compares the engines with their last state. That gives the list of changes, the
-present problems, and when each began. `snapshot` is all of it as JSON, made once after a look for
-any number of readers. It is served at /live, within the page at /, and by `LiveStream` as
-server-sent events. No viewer has a queue: one that reads slowly misses states, and one that reads
-nothing is dropped like any client.
+The event loop feeds `LiveState` while it serves requests. Once a second `look` compares the engines
+with their last state. That gives the list of changes, the present problems, and when each began.
+`snapshot` is all of it as JSON, made once after a look for any number of readers. It is served at
+/live, within the page at /, and by `LiveStream` as server-sent events. No viewer has a queue: one
+that reads slowly misses states, and one that reads nothing is dropped like any client.
 
 The page is one file. Its policy allows its own style and script by their hashes, a connection back
 to the router, and nothing else. Texts of clients and engines become text nodes, never HTML.

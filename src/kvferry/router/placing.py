@@ -2,14 +2,7 @@
 """Where each request goes: the view of caches, the costs of engines, the choice, its outcome.
 
 `Placer` belongs to one router. It follows the engines' events into the index, asks engines for
-their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it:
-
-    look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
-    choose    holdings and engines become a decision; again for each try, without what failed
-    compute   the prompt is on its way to an engine: it counts there, and is believed to be held
-    decode    the request is on its way to the engine that answers
-    first     its first byte came: expected and actual time are compared, rates are learned
-    ended     whatever happened, nothing of it counts any more
+their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it.
 
 Without tokens there is no choice to make: the caller takes the engine with the fewest requests. The
 same is true of a router that was told to place by load alone.

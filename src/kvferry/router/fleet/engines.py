@@ -15,8 +15,8 @@ After the start one good probe is enough, so that the router is ready at once.
 A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
 request at a time, until one is answered. Answers may take minutes, so good probes raise that number
 slowly. A trial that fails takes the engine out again, each time for twice as long, up to
-`trial_seconds`. Only an engine that accepted no connection meanwhile was started again, and is used
-in full at once.
+`trial_seconds`. Only an engine whose host refused a connection meanwhile was started again, and is
+used in full at once.
 
 A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
 engine, would take all engines down.
@@ -84,9 +84,8 @@ class UpstreamEngine:
         self.removed = False
         self.up = False
         self.trial = 0  # up, but only for so many requests at a time; 0: not on trial
-        self.gone = False  # down, and it accepts no connection
+        self.gone = False  # down, and its host runs without it
         self.restarted = False  # when it last came up, it was probably another process
-        self._ended = False  # down, and its host runs without it
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
         self.reason = "its first probe is pending"  # why it is down
@@ -175,8 +174,7 @@ class UpstreamEngine:
             log.info(text, self.role, self.url, reason, every)
         if not self.up:
             self.reason = reason
-            self.gone |= refused
-            self._ended |= refused and not cut_off
+            self.gone |= refused and not cut_off
             if self.down_since is None:
                 self.down_since = self._clock()
         if fell:
@@ -196,8 +194,8 @@ class UpstreamEngine:
         elif away is not None and away < self._until_trial():
             return
         late = away is not None and away >= LEAST_START_SECONDS
-        self.restarted = self._ended or late
-        self.up, self.trial, self.gone, self._ended = True, int(not started), False, False
+        self.restarted = self.gone or late
+        self.up, self.trial, self.gone = True, int(not started), False
         self._bad_requests = 0
         self.reason = ""
         self.starts += 1
