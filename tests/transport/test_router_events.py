@@ -419,6 +419,29 @@ def test_an_engine_that_was_cut_off_for_a_moment_is_known_still(replay: bool) ->
     asyncio.run(inside())
 
 
+@in_a_world
+async def test_a_replay_that_does_not_answer_costs_nothing_where_nothing_is_missing(
+    w: World,
+) -> None:
+    w.follow()
+    await w.connected()
+    for seed in range(3):
+        await w.publisher.publish(stored(seed))
+    await w.until(lambda: w.held(2) == 12 and w.stats.state == "live")
+    w.publisher.silent, w.publisher.remembers = True, 1
+    asked = len(w.publisher.asked)
+    w.stream.came_up(restarted=False)
+    await w.until(lambda: len(w.publisher.asked) > asked)
+    await w.publisher.publish(stored(3))
+    await w.until(lambda: w.held(3) == 12)
+    w.publisher.silent = False
+    asked = len(w.publisher.asked)
+    await w.until(lambda: len(w.publisher.asked) > asked)
+    await w.until(lambda: not w.stream._unanswered)
+    assert all(w.held(seed) == 12 for seed in range(4))
+    assert (w.stats.state, w.stats.lost_events) == ("live", 0)
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_connection_that_broke_while_nothing_was_told_costs_nothing(replay: bool) -> None:
     async def inside() -> None:

@@ -26,7 +26,8 @@ What happens:
                                          number tells; an engine that is known to have restarted
                                          is forgotten at once
     a batch cannot be read               it is missing, and no replay has it
-    no answer to a replay                lost; asked again after a while
+    no answer to a replay                asked again after a while. Lost, if batches are missing or
+                                         the engine was started again
 
 A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
@@ -85,7 +86,9 @@ class EventStreams:
         self._last_payload = b""
         self._heard = -1  # number of the last batch that the publisher sent by itself
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
-        self._unanswered = False  # the last replay; batches since then are better than nothing
+        self._unanswered = False  # the last replay
+        self._restarted = False  # perhaps: the replay will tell
+        self._partial = False  # batches are missing, which a replay may have
 
     @property
     def applied(self) -> int:
@@ -122,7 +125,7 @@ class EventStreams:
     def came_up(self, restarted: bool) -> None:
         """The engine was down, perhaps only for the router."""
         if self._replays:
-            self._replay_at = 0.0
+            self._replay_at, self._restarted = 0.0, restarted
         elif restarted:
             self._begin_again()
 
@@ -171,10 +174,11 @@ class EventStreams:
                 missing = number - self.applied
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
+            self._partial = True
             self._index.incomplete(self._part)
         elif number == 0:
             self._index.whole(self._part)
-            self._replay_at, self._unanswered = None, False
+            self._replay_at, self._unanswered, self._partial = None, False, False
         self._apply(number, payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
@@ -192,7 +196,7 @@ class EventStreams:
         """Another process publishes, or the same one cannot tell what was missed."""
         log.info("the events of %s begin again", self._part.engine)
         self._index.forget_part(self._part)
-        self._last, self._heard = None, -1
+        self._last, self._heard, self._restarted = None, -1, False
         if self.source.replay is not None:
             self._replay_at, self._unanswered = 0.0, False
 
@@ -217,16 +221,17 @@ class EventStreams:
                         raise TimeoutError
                     last = self._last
         except (TimeoutError, zmq.ZMQError):
-            if self._last is not None and not self._unanswered:
-                part.lost_events += max(0, self._heard - self._last)
+            missing = max(0, self._heard - self.applied + 1)
+            if self._last is not None and (missing or self._restarted):
+                part.lost_events += missing
                 self._lose("the replay does not answer")
-                self._last = None
+                self._last, self._partial = None, True
             self._unanswered = True
             self._replay_at = time.monotonic() + RETRY_SECONDS
         else:
-            self._replay_at = None
+            self._replay_at, self._unanswered = None, False
         finally:
-            part.replaying = False
+            self._restarted = part.replaying = False
 
     async def _replay(self, context: zmq.asyncio.Context) -> bool:
         """Apply one answer. Returns False if the replay must be requested again.
@@ -234,7 +239,7 @@ class EventStreams:
         The request includes the last known batch: a publisher whose batch differs is another
         engine, or does not go back that far.
         """
-        known = None if self._unanswered else self._last
+        known = None if self._partial else self._last
         first = True
         try:
             async with aclosing(self._ask(context, known or 0)) as batches:
@@ -266,7 +271,7 @@ class EventStreams:
     def _begin_over(self, number: int) -> None:
         """A replay begins with this batch, in place of all that was told before."""
         self._index.forget_part(self._part)
-        self._last, self._unanswered = None, False
+        self._last, self._partial = None, False
         if number == 0:
             self._index.whole(self._part)
         else:
