@@ -125,7 +125,8 @@ class PromptChains:
                 return self._without("unsupported")
             self.counts["ids"] += 1
             return chain
-        if ids is None and sum(len(bytes(raw)) for raw in asked.fields.values()) > _MOST_TEXT_BYTES:
+        size = sum(memoryview(raw).nbytes for raw in asked.fields.values())
+        if ids is None and size > _MOST_TEXT_BYTES:
             return self._without("unsupported")
         asked.key = asked.digest()
         known = self._known.get(asked.key)
@@ -405,7 +406,7 @@ class AskedPrompt:
         """Equal for requests whose prompts have equal tokens and caches."""
         hashed = blake2b(repr((self.path, self.salt)).encode("utf-8", "surrogatepass"))
         for name, raw in self.fields.items():
-            hashed.update(b"%b %d " % (name.encode(), len(bytes(raw))))
+            hashed.update(b"%b %d " % (name.encode(), memoryview(raw).nbytes))
             hashed.update(raw)
         return hashed.digest()
 
