@@ -115,11 +115,17 @@ class Placer:
 
     def views(self, failed: Mapping[Role, Set[UpstreamEngine]]) -> list[EngineView]:
         """All engines, as the choice needs them, without the roles in which they failed."""
-        pooled = self.index.pooled()
+        pooled, some = self.index.pooled(), failed["prefill"] | failed["decode"]
+
+        def roles(engine: UpstreamEngine) -> frozenset[Role]:
+            if engine not in some:
+                return engine.roles
+            return frozenset(role for role in engine.roles if engine not in failed[role])
+
         return [
             self.meters.view(
                 engine.url,
-                frozenset(role for role in engine.roles if engine not in failed[role]),
+                roles(engine),
                 up=engine.room > 0,
                 pooled=engine.url in pooled,
                 weight=engine.spec.weight,

@@ -305,16 +305,19 @@ class CacheIndex:
             tiers: dict[Tier, list[Slot]] = {}
             for slot in part.slots.values():
                 tiers.setdefault(slot.tier, []).append(slot)
-            shared = tiers.pop("pool", [])
-            for slot in shared:
-                pool.setdefault((slot.group, slot.block_tokens), []).append(slot)
-            layouts.add(tuple(sorted((slot.group, slot.block_tokens) for slot in shared)))
-            held = {
-                tier: _length(chain, [[slot] for slot in slots]) for tier, slots in tiers.items()
-            }
+            if shared := tiers.pop("pool", None):
+                for slot in shared:
+                    pool.setdefault((slot.group, slot.block_tokens), []).append(slot)
+                layouts.add(tuple(sorted((slot.group, slot.block_tokens) for slot in shared)))
+            local = 0
             if part.estimates:
-                held["gpu"] = max(held.get("gpu", 0), _estimated(part, chain, now))
-            found += [Holding(part.engine, tokens, tier) for tier, tokens in held.items() if tokens]
+                local = _estimated(part, chain, now)
+            if "gpu" in tiers:
+                local = max(local, _length(chain, [[slot] for slot in tiers["gpu"]]))
+            if local:
+                found.append(Holding(part.engine, local, "gpu"))
+            if "cpu" in tiers and (tokens := _length(chain, [[slot] for slot in tiers["cpu"]])):
+                found.append(Holding(part.engine, tokens, "cpu"))
         stored = max([_length(chain, [pool[key] for key in keys]) for keys in layouts], default=0)
         return [*found, Holding("", stored, "pool")] if stored else found
 
