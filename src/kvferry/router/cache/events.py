@@ -29,7 +29,7 @@ What happens:
     no answer to a replay                asked again after a while. Lost, if batches are missing or
                                          the engine was started again
 
-A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
+A frame that is no batch at all is skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
 """
 
@@ -157,7 +157,6 @@ class EventStreams:
     def _receive(self, frames: list[bytes]) -> None:
         """A batch from the publisher itself."""
         if len(frames) != 3 or len(frames[1]) != 8:
-            self._part.garbage += 1
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
         if number <= self._heard:
@@ -183,14 +182,12 @@ class EventStreams:
 
     def _apply(self, number: int, payload: bytes) -> None:
         self._last, self._last_payload = number, payload
-        batch = decode(payload)
-        if batch is None:
-            self._part.garbage += 1
-            self._part.lost_events += 1
-            self._lose("a batch cannot be read")
+        events = decode(payload)
+        if events is not None:
+            self._index.told(self._part, events)
             return
-        self._part.garbage += batch.unreadable
-        self._index.told(self._part, batch.events)
+        self._part.lost_events += 1
+        self._lose("a batch cannot be read")
 
     def _begin_again(self) -> None:
         """Another process publishes, or the same one cannot tell what was missed."""
@@ -290,11 +287,10 @@ class EventStreams:
             while await socket.poll(ANSWER_SECONDS * 1000):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
-                    self._part.garbage += 1
-                elif frames[2] == _END:
+                    continue
+                if frames[2] == _END:
                     return
-                else:
-                    yield int.from_bytes(frames[2], "big"), frames[3]
+                yield int.from_bytes(frames[2], "big"), frames[3]
             raise TimeoutError
         finally:
             socket.close(linger=0)
@@ -303,19 +299,14 @@ class EventStreams:
 # The wire
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    events: list[Event]
-    unreadable: int  # events that were left out
-
-
-def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it. None: it is not one, or an older vLLM's, whose events are arrays.
+def decode(payload: bytes) -> list[Event] | None:
+    """The events of a batch as vLLM encodes it. None: it is not one, or an older vLLM's, whose
+    events are arrays.
 
     Fields and kinds of events that this version does not know are left out.
     """
     try:
-        return Batch(_EVENTS.decode(payload).events, 0)
+        return _EVENTS.decode(payload).events
     except _UNREADABLE:
         pass
     try:
@@ -328,7 +319,7 @@ def decode(payload: bytes) -> Batch | None:
     for one in found:
         with suppress(*_UNREADABLE):
             events.append(msgspec.convert(one, Event))
-    return Batch(events, len(found) - len(events))
+    return events
 
 
 class _EventBatch(msgspec.Struct, array_like=True):

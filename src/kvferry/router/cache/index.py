@@ -204,9 +204,7 @@ class Publisher:
     slots: dict[tuple[Tier, int], Slot] = field(default_factory=dict)
     estimates: dict[Digest, float] = field(default_factory=dict)  # and when they end; oldest first
     known_in_a_row: int = 0  # removals, while the view is "lost"
-    # Since the router started:
-    lost_events: int = 0  # batches that could not be had
-    garbage: int = 0  # frames and events that cannot be read
+    lost_events: int = 0  # batches that could not be had, since the router started
 
     @property
     def state(self) -> State:
@@ -378,7 +376,6 @@ class CacheIndex:
         try:
             places = self._place(part, slot.block_tokens, event, batch)
         except ValueError:  # no tokens
-            part.garbage += 1
             return
         for name, digest in zip(event.block_hashes, places, strict=True):
             if digest is not None:
