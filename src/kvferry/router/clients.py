@@ -497,20 +497,23 @@ def _not_served(status: int, request: ClientRequest) -> ApiError:
 
 
 def _connections_by_files(limits: Limits) -> int:
-    """The number of connections that the limit of descriptors allows, which is raised.
+    """The number of connections that the limit of descriptors allows; raises that limit if needed.
 
     A connection may need four: its own, one that is accepted ahead of it, and for a request in
     flight a busy and an idle one to an engine.
     """
     wanted, others = limits.max_connections, _MOST_AHEAD + 2 * limits.max_in_flight
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    if files == resource.RLIM_INFINITY:
+    needed = _OWN_FILES + wanted + min(3 * wanted, others)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
         return wanted
-    left = files - _OWN_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = soft - _OWN_FILES
     most = min(wanted, max(left // 4, left - others))
     if most < 1:
         raise DescriptionError(
-            f"the router may open {files} files, which is too few; raise the limit (ulimit -n)"
+            f"the router may open {soft} files and needs {needed}; raise the limit (ulimit -n)"
         )
     return most
