@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import ssl
 import subprocess
@@ -197,7 +198,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
     transport = EngineTransport(ssl.create_default_context(), 2.0, 1.0)
     rendered = PromptChains(transport, seconds=PATIENCE_SECONDS)
     tokenized = PromptChains(transport, seconds=PATIENCE_SECONDS)
-    tokenized._engines[engine.url] = _TokenSource(engine.url, renders=False)
+    tokenized._engines[engine.url] = _TokenSource(engine.url, render_at=math.inf)
     local = PromptChains(transport, seconds=PATIENCE_SECONDS, tokenizer=LocalTokenizer(model))
     ways = (rendered, tokenized, local)
     cached = 0

@@ -54,6 +54,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _FAILURES = 3  # in a row, after which an engine is not asked for _PAUSE_SECONDS
 _PAUSE_SECONDS = 5.0
 _REFRESH_SECONDS = 5.0  # between two requests for an engine's models, while a name is missing
+_RECHECK_SECONDS = 60.0  # until a route that an engine did not have is tried again
 _MOST_ANSWER_BYTES = 64 << 20
 # Of a prompt of token ids: 1.2 million tokens of a large vocabulary. A million take 30 ms of the
 # router's only thread and 60 MB, so a body of 64 MiB would stop all streams for more than a second.
@@ -180,7 +181,8 @@ class PromptChains:
     async def _ask(
         self, engine: _TokenSource, asked: AskedPrompt, headers: Headers, until: float
     ) -> list[int] | None:
-        if engine.renders:
+        now = time.monotonic()
+        if now >= engine.render_at:
             url = f"{engine.url}{asked.path}/render"
             body, absent = msgspec.json.encode(asked.fields), (*_NOT_THERE, 403)
             answer = await self._call(b"POST", url, body, headers, until, absent)
@@ -189,8 +191,8 @@ class PromptChains:
                     return msgspec.json.decode(answer, type=_Rendered).token_ids
                 (only,) = msgspec.json.decode(answer, type=list[_Rendered])
                 return only.token_ids
-            engine.renders = False
-        if not engine.tokenizes or asked.truncated:  # /tokenize leaves the whole prompt
+            engine.render_at = now + _RECHECK_SECONDS
+        if now < engine.tokenize_at or asked.truncated:  # /tokenize leaves the whole prompt
             return None
         url = f"{engine.url}/tokenize"
         try:
@@ -203,9 +205,9 @@ class PromptChains:
         engine.looked_at = float("-inf")
         await self._look_at_models(engine, headers, until)
         if engine.namespace(asked) is None:  # an adapter that was taken out is a 404 too
-            engine.renders = True
+            engine.render_at = 0.0
             return None
-        engine.tokenizes = False
+        engine.tokenize_at = now + _RECHECK_SECONDS
         log.warning("%s has neither /render nor /tokenize: no view of prompts", engine.url)
         return None
 
@@ -309,8 +311,8 @@ class _TokenSource:
     url: str
     parents: dict[str, str] = field(default_factory=dict)  # by model; "" for a base model
     looked_at: float = float("-inf")
-    renders: bool = True  # as far as is known
-    tokenizes: bool = True
+    render_at: float = 0.0  # from when on it may be asked
+    tokenize_at: float = 0.0
     failures: int = 0  # in a row
     paused_until: float = 0.0
 
