@@ -126,6 +126,28 @@ def test_an_engine_that_was_only_cut_off_was_not_restarted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "gone"),
+    [(None, True), (OSError(113, "No route to host"), False), (TimeoutError(), False)],
+)
+def test_only_a_host_that_refuses_says_that_its_engine_has_ended(
+    error: OSError | None, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        fleet = Fleet([EngineSpec("http://127.0.0.1:1", frozenset(["decode"]))], QUICK)
+        if error is not None:
+
+            async def fails(*_: object) -> None:
+                raise error
+
+            monkeypatch.setattr(fleet.transport, "_connect_to_any", fails)
+        await fleet.probe_all()
+        (engine,) = fleet.engines
+        assert (engine.up, engine.gone) == (False, gone)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"roles": frozenset()}, "expected prefill, decode, or both"),
