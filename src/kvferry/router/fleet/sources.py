@@ -139,7 +139,8 @@ class Sources:
         )
 
     async def _look(self) -> None:
-        if any([file.look() for file in self.files]):
+        used = [file.look() for file in self.files]
+        if any(used):
             await self.names.refresh()
 
     async def _every(self, seconds: float, do: Callable[[], Awaitable[None]]) -> None:
