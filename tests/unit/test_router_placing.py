@@ -21,7 +21,7 @@ from kvferry.router.choice import Decision
 from kvferry.router.flow import Router
 from kvferry.router.placing import RequestWay, read_metrics
 from kvferry.router.rates import EngineMeter, EngineMetrics
-from router_cluster import WHOLE, Cluster, FakeEngine, cluster, quick
+from router_cluster import CHUNKS, WHOLE, Cluster, FakeEngine, cluster, quick
 from waiting import wait_until
 
 LIMITS = quick(metrics_seconds=0.02, tokenize_seconds=5.0, chunk_seconds=60.0)
@@ -420,3 +420,17 @@ def test_hostile_metrics_are_bounded() -> None:
     assert found is not None
     assert found.running == 0 and found.used_blocks == 1.0
     assert 0 <= found.waiting < 10**9
+
+
+def test_of_a_compressed_stream_no_tokens_are_counted():
+    with routed(0, 1) as c:
+        c.decode[0].coding = b"gzip"
+        body = {"model": "m", "prompt": ids(1, 100), "stream": True}
+        with c.client.stream("POST", "/v1/completions", json=body) as got:
+            assert b"".join(got.iter_raw()) == b"".join(CHUNKS)
+        c.expect("choices_total", 'way="alone"', count=1)
+        assert c.router.placing.meters.output_tokens(None) == 256
+        c.decode[0].coding = b""
+        c.complete(prompt=ids(2, 100), stream=True)
+        c.expect("choices_total", 'way="alone"', count=2)
+        assert c.router.placing.meters.output_tokens(None) == len(CHUNKS)

@@ -218,6 +218,11 @@ def _absence(engine: UpstreamEngine) -> str:
     return engine.reason if engine.draining is None else "draining"
 
 
+def _is_coded(answer: Answer) -> bool:
+    """Whether an answer is compressed, so that its events cannot be told apart."""
+    return any(name == b"content-encoding" for name, _ in answer.headers)
+
+
 class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
@@ -241,8 +246,7 @@ class ClientReply:
             headers.append((b"content-length", b"%d" % len(body)))
         request.begin(answer.status, headers)
         if answer.rest is not None:
-            coded = any(name == b"content-encoding" for name, _ in answer.headers)
-            self._by_events = self._between_events = not coded
+            self._by_events = self._between_events = not _is_coded(answer)
             self.take(body, last=False)
             await request.drained()
             await answer.rest(self)
@@ -559,7 +563,8 @@ class _Trip:
                 return
             if got.status == 200 and got.rest is not None:
                 way.first()
-                self._reply.saw = way.saw
+                if not _is_coded(got):
+                    self._reply.saw = way.saw
             elif got.status == 200:
                 way.saw(got.body)
             prefill = self._prefilled_by if handed_over else None
