@@ -517,7 +517,7 @@ def test_a_page_that_is_not_looked_at_gives_its_place_back(served: Serve, open_p
     at = served()
     page = open_page(at.url)
     until(page, "() => document.querySelector('#fresh').textContent.startsWith('live ')")
-    assert at.fleet.live.watched == 1
+    assert at.viewers.taken == 1
     page.clock.install()
     page.evaluate(
         "() => { Object.defineProperty(document, 'hidden', { get: () => window.away, "
@@ -525,22 +525,22 @@ def test_a_page_that_is_not_looked_at_gives_its_place_back(served: Serve, open_p
         "document.dispatchEvent(new Event('visibilitychange')); }"
     )
     page.clock.run_for(59_000)
-    assert at.fleet.live.watched == 1
+    assert at.viewers.taken == 1
     page.clock.run_for(2_000)
     gone = threading.Event()
     for _ in range(200):
-        if at.fleet.live.watched == 0:
+        if at.viewers.taken == 0:
             break
         gone.wait(0.05)
-    assert at.fleet.live.watched == 0
+    assert at.viewers.taken == 0
     page.evaluate(
         "() => { window.away = false; document.dispatchEvent(new Event('visibilitychange')); }"
     )
     for _ in range(200):
-        if at.fleet.live.watched == 1:
+        if at.viewers.taken == 1:
             break
         gone.wait(0.05)
-    assert at.fleet.live.watched == 1
+    assert at.viewers.taken == 1
 
 
 def test_of_the_real_router(open_page: Open) -> None:

@@ -176,10 +176,11 @@ class PageApp:
         self, fleet: Fleet, traffic: Callable[[], None] | None, limits: Limits = _LIMITS
     ) -> None:
         self._live, self._traffic, self._limits = fleet.live, traffic, limits
+        self.stream = LiveStream(fleet.live, limits)
         self._routes = {
             "/": status_route(lambda _: fleet.live.page()),
             "/live": status_route(lambda _: fleet.live.as_json()),
-            LIVE_STREAM: LiveStream(fleet.live, limits).serve,
+            LIVE_STREAM: self.stream.serve,
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -209,6 +210,7 @@ class Served:
     def __init__(self, fleet: Fleet, traffic: bool = True, limits: Limits = _LIMITS) -> None:
         self.fleet = fleet
         self._app = PageApp(fleet, fleet.one_second if traffic else None, limits)
+        self.viewers = self._app.stream.viewers
         self._port = 0
         self.start()
 

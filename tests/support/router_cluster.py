@@ -69,6 +69,7 @@ class FakeEngine:
     health: int = 200
     metrics: bytes = b""  # of vLLM's; empty: there are none
     cached: int | None = None  # tokens that it says it had, in answers that are not streamed
+    coding: bytes = b""  # that its streams are said to have
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -123,6 +124,8 @@ class FakeEngine:
 
     async def stream(self, act: str, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-engine", b"e")]
+        if self.coding:
+            headers.append((b"content-encoding", self.coding))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if act == "break_early":
             return

@@ -243,18 +243,11 @@ def test_what_may_not_be_handed_over_is_not():
     assert {found.prefill for found in decision.options} == {None}
 
 
-def test_a_prompt_of_unknown_size_goes_through_prefill_engines():
-    p, d = engine("p", PREFILL), engine("d")
-    assert {found.prefill for found in placed(PromptView(0), p, d).options} == {"p"}
-    assert placed(PromptView(0), d).chosen.prefill is None
-    assert placed(PromptView(0, may_hand_over=False), p, d).chosen.prefill is None
-
-
-def test_without_a_view_the_least_loaded_engine_is_taken():
+def test_of_equal_engines_the_least_loaded_one_is_taken():
     loaded = [engine(f"d{n}", running=4 + n, step_growth_seconds=0.001) for n in range(5)]
     free = engine("free", running=1, step_growth_seconds=0.001)
     for seed in range(20):
-        decision = place(PromptView(0), [*loaded, free], Random(seed))
+        decision = place(PromptView(1), [*loaded, free], Random(seed))
         assert decision is not None and decision.chosen.decode == "free"
 
 

@@ -381,6 +381,7 @@ def test_one_snapshot_serves_all_readers() -> None:
     assert all(world.live.snapshot() is first for _ in range(1000))
     assert world.asked == asked
     world.time += 1
+    world.live.look()
     assert world.live.snapshot() != first
 
 
@@ -388,6 +389,7 @@ def test_the_state_has_what_the_page_reads() -> None:
     fleet = Fleet()
     fleet.pass_time(90)
     fleet.live.decided("x", 5, decision(option()))
+    fleet.live.look()
     shown = json.loads(fleet.live.snapshot())
     engine = {"url", "roles", "up", "draining", "reason", "in_flight", "waiting_tokens"}
     engine |= {"running", "prefill_tokens_per_second", "step_ms", "cache"}
@@ -516,7 +518,7 @@ def test_all_viewers_get_the_same_states() -> None:
         stream = LiveStream(world.live, Limits())
         good, other, slow, deaf = viewers = [Viewer() for _ in range(4)]
         tasks = [viewer.served_by(stream, viewer is not deaf) for viewer in viewers]
-        await until(lambda: world.live.watched == 4 and slow.events)
+        await until(lambda: stream.viewers.taken == 4 and slow.events)
         slow.reads.clear()
         for number in range(1, 4):
             await until(lambda n=number: len(good.events) == len(other.events) == n)
@@ -531,7 +533,7 @@ def test_all_viewers_get_the_same_states() -> None:
             assert event.count(b"\n") == 2
         assert (len(slow.events), len(deaf.events)) == (2, 1)  # the last one was not taken
         await gone(*tasks)
-        assert world.live.watched == 0
+        assert stream.viewers.taken == 0
 
     asyncio.run(run())
 
@@ -575,7 +577,7 @@ def test_viewers_have_places_and_give_them_back() -> None:
         tasks.append(late.served_by(stream))
         await until(lambda: late.status == 200)
         await gone(*tasks)
-        assert world.live.watched == 0
+        assert stream.viewers.taken == 0
 
     asyncio.run(run())
 
@@ -603,7 +605,7 @@ def test_a_stream_that_breaks_ends_its_connection_and_no_other(
         assert [viewer.status for viewer in viewers] == [-1, 200, 200]
         assert not tasks[0].exception() and not tasks[1].exception()
         assert caplog.text.count("the stream of a viewer of the page at 127.0.0.1 broke") == 1
-        assert "ZeroDivisionError" in caplog.text and world.live.watched == 1
+        assert "ZeroDivisionError" in caplog.text and stream.viewers.taken == 1
         await gone(*tasks)
 
     asyncio.run(run())

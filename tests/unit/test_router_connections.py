@@ -15,22 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import h11
 import pytest
 
-from kvferry.router.api import EngineSpec
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,
     NoConnection,
     address_of_url,
 )
-from kvferry.router.fleet.engines import Asking, Fleet
 from kvferry.router.http1 import Body, HttpError
-from router_cluster import QUICK
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Odd: A\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -124,11 +120,11 @@ class Sink:
 
 @asynccontextmanager
 async def asking(
-    server: Server, idle_seconds: float = 5.0, most_kept: int = 16
+    server: Server, idle_seconds: float = 5.0
 ) -> AsyncIterator[tuple[Client, EngineTransport]]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
-    pool = EngineTransport(ssl.create_default_context(), idle_seconds, 1.0, most_kept)
+    pool = EngineTransport(ssl.create_default_context(), idle_seconds, 1.0)
     try:
         async with asyncio.timeout(20):
             yield Client(pool, f"http://127.0.0.1:{server.port}/x"), pool
@@ -514,39 +510,6 @@ def test_idle_connections_expire() -> None:
             next(iter(pool._idle[address_of_url(client.url).origin])).expires -= 60.0
             await client.get()  # on the newest one; the oldest has expired
             assert server.connections == 7 and len(pool.connections) == idle(pool) == 1
-
-    asyncio.run(run())
-
-
-def test_only_so_many_connections_are_kept() -> None:
-    async def run() -> None:
-        async with asking(bytes_of(WHOLE), most_kept=3) as (client, pool):
-            await asyncio.gather(*(client.get() for _ in range(8)))
-            assert len(pool.connections) == idle(pool) == 3
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_is_removed_keeps_no_idle_connection() -> None:
-    async def run() -> None:
-        async with asking(bytes_of(WHOLE)) as (client, _):
-            urls = (client.url.removesuffix("/x"), "http://other.invalid:9")
-            fleet = Fleet([EngineSpec(url, frozenset(["decode"])) for url in urls], QUICK)
-            await fleet.check(fleet.engines[0])
-            assert idle(fleet.transport) == 1
-            first = fleet.engines[0]
-            held: Any = SimpleNamespace(held=SimpleNamespace(bytes=0))
-            running = Asking(fleet, first, held)
-            running.response = await fleet.transport.ask(
-                address_of_url(client.url), b"GET", [], b""
-            )
-            for engine in fleet.engines:
-                fleet.remove(engine)
-            assert first.in_flight == len(fleet.transport.connections) == 1
-            while await running.response.read():
-                pass
-            running.close()
-            assert not fleet.transport.connections and not fleet.engines
 
     asyncio.run(run())
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import DescriptionError
 from kvferry.router.api import EngineSpec
-from kvferry.router.fleet.engines import Fleet, UpstreamEngine
+from kvferry.router.fleet.engines import LEAST_START_SECONDS, Fleet, UpstreamEngine
 from router_cluster import QUICK, decoders
 
 
@@ -102,6 +102,49 @@ def test_weights_share_the_load() -> None:
         assert picked is not None
         picked.in_flight += 1
     assert [engine.in_flight for engine in fleet.engines] == [30, 10]
+
+
+def test_an_engine_that_was_only_cut_off_was_not_restarted() -> None:
+    """No one answered for it, and it is back sooner than an engine starts."""
+    now = [100.0]
+    fleet = decoders("a", clock=lambda: now[0])
+    (a,) = fleet.engines
+    a.probed_well()
+    assert not a.restarted
+    for away, refused, cut_off, restarted in (
+        (2.0, True, True, False),
+        (2.0, True, False, True),
+        (2.0, False, True, False),
+        (LEAST_START_SECONDS, True, True, True),
+    ):
+        for _ in range(QUICK.fail_after):
+            a.failed("silent", refused=refused, cut_off=cut_off)
+        now[0] += away
+        for _ in range(QUICK.recover_after):
+            a.probed_well()
+        assert a.up and a.restarted == restarted
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [(None, True), (OSError(113, "No route to host"), False), (TimeoutError(), False)],
+)
+def test_only_a_host_that_refuses_says_that_its_engine_has_ended(
+    error: OSError | None, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        fleet = Fleet([EngineSpec("http://127.0.0.1:1", frozenset(["decode"]))], QUICK)
+        if error is not None:
+
+            async def fails(*_: object) -> None:
+                raise error
+
+            monkeypatch.setattr(fleet.transport, "_connect_to_any", fails)
+        await fleet.probe_all()
+        (engine,) = fleet.engines
+        assert (engine.up, engine.gone) == (False, gone)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

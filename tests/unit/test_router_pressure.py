@@ -350,3 +350,14 @@ def test_deadlines_that_clients_name() -> None:
     for value in (b"0", b"-1", b"nan", b"inf", b""):
         with pytest.raises(ApiError):
             client_seconds([(b"x-request-timeout", value)], 5.0)
+
+
+def test_an_engine_that_breaks_off_its_requests_is_taken_out_also_without_retries() -> None:
+    """A good probe, which tells whether it died, says nothing about its requests."""
+    limits = quick(retry_burst=1, retry_share=0.001, probe_every_seconds=60.0)
+    with cluster(0, 2, limits=limits) as c:
+        c.decode[1].script = ["drop"]
+        wait_until(lambda: c.complete().status_code == 200 and not c.decode[1].script)
+        c.decode[0].always = "drop"
+        statuses = [c.complete().status_code for _ in range(8)]
+        assert statuses.count(502) == limits.fail_after and not c.up()["d0"]

@@ -22,7 +22,6 @@ from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,
-    AskedPrompt,
     LocalTokenizer,
     PromptChains,
 )
@@ -125,10 +124,7 @@ async def ask(
 ) -> PromptChain | None:
     headers = [(b"authorization", key)] if key else []
     fields = Generation(json.dumps(body).encode()).fields
-    found = prompts.at_once(engine.url, path, fields)
-    if isinstance(found, AskedPrompt):
-        return await prompts.chain(engine.url, found, headers)
-    return found
+    return await prompts.chain(engine.url, path, fields, headers)
 
 
 def same(chain: PromptChain | None, text: str, namespace: Namespace = USUAL) -> bool:
@@ -187,7 +183,7 @@ async def test_token_ids_need_no_engine_but_its_models(
     assert same(await ask(prompts, engine, prompt=letters), "hello")
     assert same(await ask(prompts, engine, prompt=letters), "hello")
     assert [path for path, _ in engine.seen] == ["/v1/models"]
-    assert (prompts.counts["ids"], prompts.known_tokens) == (2, 0)  # not worth remembering
+    assert prompts.counts["ids"] == 2
     assert await ask(prompts, engine, prompt=[1, -5]) is None
 
 
@@ -198,6 +194,17 @@ async def test_token_ids_that_would_stop_all_streams_are_not_read(
     assert same(await ask(prompts, engine, prompt=[ord("x")] * 1000), "x" * 1000)
     assert await ask(prompts, engine, prompt=[ord("x")] * (2 << 20)) is None
     assert prompts.counts["unsupported"] == 1
+
+
+@with_engine
+async def test_texts_that_would_keep_a_tokenizer_from_others_are_not_tokenized(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    assert same(await ask(prompts, engine, prompt="x" * 1000), "x" * 1000)
+    assert await ask(prompts, engine, prompt="x" * (4 << 20)) is None
+    long = [{"role": "user", "content": "x" * (2 << 20)}] * 2
+    assert await ask(prompts, engine, CHAT, messages=long) is None
+    assert prompts.counts["unsupported"] == 2 and len(engine.seen) == 2
 
 
 @with_engine
@@ -218,56 +225,6 @@ async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompt
 
 
 @with_engine
-async def test_a_prompt_is_asked_for_once(engine: Engine, prompts: PromptChains) -> None:
-    chains = await asyncio.gather(
-        *(ask(prompts, engine, prompt="hello", temperature=n) for n in range(20))
-    )
-    assert all(same(chain, "hello") for chain in chains)
-    assert same(await ask(prompts, engine, prompt="hello", stream=True), "hello")
-    assert engine.asked(f"{COMPLETION}/render") == 1
-    assert (prompts.counts["shared"], prompts.counts["remembered"]) == (19, 1)
-    await ask(prompts, engine, prompt="hello", add_special_tokens=False)
-    assert engine.asked(f"{COMPLETION}/render") == 2
-
-
-@with_engine
-async def test_a_client_that_leaves_takes_nothing_from_others(
-    engine: Engine, prompts: PromptChains
-) -> None:
-    first = asyncio.create_task(ask(prompts, engine, prompt="hello"))
-    second = asyncio.create_task(ask(prompts, engine, prompt="hello"))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    first.cancel()
-    assert same(await second, "hello")
-    assert engine.asked(f"{COMPLETION}/render") == 1
-
-
-@with_engine
-async def test_clients_that_leave_together_are_all_gone(
-    engine: Engine, prompts: PromptChains
-) -> None:
-    both = [asyncio.create_task(ask(prompts, engine, prompt="hello")) for _ in range(2)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    for one in both:
-        one.cancel()
-    ended = await asyncio.gather(*both, return_exceptions=True)
-    assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
-
-
-@with_engine
-async def test_an_answer_of_an_engine_that_was_forgotten_is_not_remembered(
-    engine: Engine, prompts: PromptChains
-) -> None:
-    asking = asyncio.create_task(ask(prompts, engine, prompt="hello"))
-    while not engine.asked(f"{COMPLETION}/render"):
-        await asyncio.sleep(0)
-    prompts.forget(engine.url)
-    assert same(await asking, "hello") and prompts.known_tokens == 0
-
-
-@with_engine
 async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine: Engine, prompts: PromptChains
 ) -> None:
@@ -275,7 +232,6 @@ async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine.script = [b'[{"token_ids": [120]}]']  # of a new version of the model
     prompts.forget(engine.url)
     assert same(await ask(prompts, engine, prompt="hello"), "x")
-    assert prompts.counts["remembered"] == 0 and prompts.known_tokens == 1 + 256
 
 
 @with_engine
@@ -342,9 +298,8 @@ async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
     messages = json.dumps(HELLO).encode()
     for kwargs in (b"5", b"[1]", b'"abc"', b'{"a": 1e999}'):
         body = b'{"messages": %b, "chat_template_kwargs": %b}' % (messages, kwargs)
-        found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
-        assert isinstance(found, AskedPrompt)
-        assert await prompts.chain(engine.url, found, []) is None, kwargs
+        fields = Generation(body).fields
+        assert await prompts.chain(engine.url, CHAT, fields, []) is None, kwargs
     assert prompts.counts["unsupported"] == 4 and not prompts.counts["failed"]
 
     prompts._tokenizer = local = LocalTokenizer.__new__(LocalTokenizer)  # without a model
@@ -365,11 +320,10 @@ async def test_values_that_are_nested_too_deeply_are_the_clients_fault(
         nested = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
         body = b'{"messages": [{"content": "x"}], "chat_template_kwargs": %b}' % nested
         try:
-            found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
+            fields = Generation(body).fields
         except ApiError:
             break
-        assert isinstance(found, AskedPrompt)
-        await prompts.chain(engine.url, found, [])
+        await prompts.chain(engine.url, CHAT, fields, [])
     assert not prompts.counts["failed"]  # other versions of Python have another limit
 
 
@@ -412,24 +366,6 @@ def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
             assert await ask(prompts, engine, prompt=text) is None
         assert prompts.counts["failed"] == 4
         prompts.close()
-
-    asyncio.run(inside())
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    async def inside() -> None:
-        engine = Engine()
-        async with serving(engine) as client:
-            prompts = PromptChains(client, seconds=PATIENCE_SECONDS, most_tokens=3000)
-            for n in range(30):
-                assert await ask(prompts, engine, prompt=f"{n:100}") is not None
-                assert await ask(prompts, engine, prompt=f"{0:100}") is not None
-            assert prompts.known_tokens // 356 == 3000 // 356
-            assert prompts.counts["remembered"] == 30 and prompts.known_tokens <= 3000
-            # one that is too large is not remembered, and leaves no trace
-            assert await ask(prompts, engine, prompt="x" * 5000) is not None
-            assert prompts.known_tokens == 0
-            prompts.close()
 
     asyncio.run(inside())
 

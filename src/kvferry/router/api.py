@@ -8,7 +8,6 @@ values that a prefill must not see, so fields that only the engine understands p
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -24,7 +23,6 @@ from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.names import at_port
 from kvferry.router.choice import Role
 
-log = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -244,7 +242,6 @@ _TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):(\d{1,5})", r
 _URL = re.compile(r"[!-~]+")
 _LEAST_WEIGHT = 0.001
 COMMAND_LINE = "the command line"  # as a source of engines
-_WITHOUT_EFFECT = ("max_engines",)  # limits of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +275,7 @@ class Limits:
     chunk_seconds: float = 120.0  # between two chunks of a stream
     wait_seconds: float = 5.0  # for a decode engine to come up, where none is
     queue_seconds: float = 30.0  # in the line, while all decode engines are at their limit
-    start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
+    start_seconds: float = 30.0  # in which a lost engine should be back: Retry-After of a 503
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
     tokenize_seconds: float = 1.0  # for an engine to tokenize a prompt; then it is placed by load
@@ -312,9 +309,6 @@ class Limits:
         given = {}
         for text in texts:
             name, _, value = text.partition("=")
-            if name in _WITHOUT_EFFECT:
-                log.warning("the limit %s has no effect any more", name)
-                continue
             if name not in kinds:
                 names = ", ".join(kinds)
                 raise DescriptionError(f"{name!r} is no limit of the router; there are: {names}")

@@ -70,7 +70,7 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
 class PromptView(msgspec.Struct, frozen=True):
     """One request, as known when it is placed."""
 
-    tokens: int  # of the prompt; 0: not known
+    tokens: int  # of the prompt
     holdings: tuple[Holding, ...] = ()
     may_hand_over: bool = True  # False: it must be computed where it is decoded
     output_tokens: int = 256  # that are expected; what the client allows is an upper bound
@@ -173,15 +173,12 @@ def options(
         prefill = [costs.of(e) for e in engines if "prefill" in e.roles]
     best = nsmallest(MOST_DECODE, decode, _of_decode)
     pairs = [
-        costs.pair(p, d)
+        costs.option(p, d)
         for p in nsmallest(MOST_PREFILL, prefill, _of_prefill)
         for d in best
         if p.engine is not d.engine
     ]
-    alone = nsmallest(MOST_ALONE, map(costs.alone, decode), _cost)
-    if prompt.tokens <= 0 and pairs:
-        # Without a size nothing can be weighed. An operator with prefill engines wants them used.
-        alone = []
+    alone = nsmallest(MOST_ALONE, map(costs.option, decode, decode), _cost)
     return sorted([*alone, *pairs], key=_cost)
 
 
@@ -241,31 +238,20 @@ class _Costs:
                 tier = self._held if holding.tier == "gpu" else self._cpu
                 tier[holding.engine] = max(tokens, tier.get(holding.engine, 0))
 
-    def alone(self, d: _EngineCost) -> Option:
-        """Computed where it is decoded."""
-        engine = d.engine
+    def option(self, p: _EngineCost, d: _EngineCost) -> Option:
+        """Computed on P, decoded on D, which may be the same."""
+        alone = p is d
         parts = {
-            "queue": d.queue,
-            "load": d.load,
-            "prefill": d.prefill,
-            "transfer": 0.0,
-            "decode": engine.step_seconds,
-        }
-        seconds, harm = sum(parts.values()), d.prefill_harm + d.decode_harm
-        return Option(engine.name, None, seconds, parts, d.cached, d.source, harm)
-
-    def pair(self, p: _EngineCost, d: _EngineCost) -> Option:
-        """Computed on P, decoded on D."""
-        parts = {
-            "queue": p.queue + d.entry,
+            "queue": d.queue if alone else p.queue + d.entry,
             "load": p.load,
             "prefill": p.prefill,
-            "transfer": d.transfer,
+            "transfer": 0.0 if alone else d.transfer,
             "decode": d.engine.step_seconds,
         }
-        source: Source = "handover" if p.source == "local" else p.source
+        prefill = None if alone else p.engine.name
+        source: Source = "handover" if prefill and p.source == "local" else p.source
         seconds, harm = sum(parts.values()), p.prefill_harm + d.decode_harm
-        return Option(d.engine.name, p.engine.name, seconds, parts, p.cached, source, harm)
+        return Option(d.engine.name, prefill, seconds, parts, p.cached, source, harm)
 
     def of(self, engine: EngineView) -> _EngineCost:
         """From the engine's own cache, or with a load if that is faster."""

@@ -23,8 +23,7 @@ What happens when an engine fails before the first byte to the client:
     all decode engines are busy     the request waits in line (`Turns`) up to `queue_seconds`; then
                                     429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
-                                    that failed it and has started again; then 503, with the
-                                    time after which an engine should be back
+                                    that failed it and has started again; then 503
     all tries fail                  the engine's own 5xx if there was one; else 504 if it was
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
@@ -219,6 +218,11 @@ def _absence(engine: UpstreamEngine) -> str:
     return engine.reason if engine.draining is None else "draining"
 
 
+def _is_coded(answer: Answer) -> bool:
+    """Whether an answer is compressed, so that its events cannot be told apart."""
+    return any(name == b"content-encoding" for name, _ in answer.headers)
+
+
 class ClientReply:
     """The answer to one client. A client that does not read it in time is gone: see `guard`."""
 
@@ -242,8 +246,7 @@ class ClientReply:
             headers.append((b"content-length", b"%d" % len(body)))
         request.begin(answer.status, headers)
         if answer.rest is not None:
-            coded = any(name == b"content-encoding" for name, _ in answer.headers)
-            self._by_events = self._between_events = not coded
+            self._by_events = self._between_events = not _is_coded(answer)
             self.take(body, last=False)
             await request.drained()
             await answer.rest(self)
@@ -494,9 +497,7 @@ class _Trip:
                 asked.part("prefill", engine.url)
                 if placement is not None:
                     placement.compute(engine.url, decoded_elsewhere=True)
-                asking = await fleet.ask(engine, asked, body, seconds, plain=True)
-                try:
-                    got = asking.answer
+                async with fleet.ask(engine, asked, body, seconds, plain=True) as got:
                     asked.trail.append(f"prefill {engine.url} {got.status}")
                     if 400 <= got.status < 500:
                         await self._reply.send(got)
@@ -512,8 +513,6 @@ class _Trip:
                         placement.prefilled(got.body)
                     latency = self._router.latency["prefill_seconds"]
                     latency.observe(time.monotonic() - begun)
-                finally:
-                    asking.close()
             except (EngineFailure, msgspec.DecodeError, UnicodeDecodeError) as error:
                 asked.failed(f"{error}")
                 failed.add(engine)
@@ -554,9 +553,7 @@ class _Trip:
                 option = Option(engine.url, self._prefilled_by, math.nan, {}, 0, "none")
                 self._show(Decision(option, (), next(said, "by load")))
             way.decode(engine.url, handed_over=handed_over)
-        asking = await self._fleet.ask(engine, asked, body, seconds)
-        try:
-            got = asking.answer
+        async with self._fleet.ask(engine, asked, body, seconds) as got:
             self._ticket_ended()  # the engine has the cache before it answers
             asked.trail.append(f"decode {engine.url} {got.status}")
             if got.rest is not None:
@@ -566,7 +563,8 @@ class _Trip:
                 return
             if got.status == 200 and got.rest is not None:
                 way.first()
-                self._reply.saw = way.saw
+                if not _is_coded(got):
+                    self._reply.saw = way.saw
             elif got.status == 200:
                 way.saw(got.body)
             prefill = self._prefilled_by if handed_over else None
@@ -579,8 +577,6 @@ class _Trip:
                     expected = way.decision.chosen.seconds
                     took = f"expected {expected:.3f} s, took {way.actual_seconds:.3f} s"
                     asked.trail.append(took)
-        finally:
-            asking.close()
 
     async def _give_up(self, failure: EngineFailure | None) -> None:
         if isinstance(failure, AnswerTooLong):  # another engine would answer as much
@@ -589,7 +585,7 @@ class _Trip:
         fleet = self._fleet
         gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
-            seconds, usual = fleet.absence("decode")
+            seconds = self._limits.start_seconds
             absent = [engine for engine in fleet.with_role("decode") if not engine.open]
             if not fleet.with_role("decode"):
                 message = "the fleet has no decode engine; add one: "
@@ -604,8 +600,6 @@ class _Trip:
             why = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_FEW))
             message = f"no decode engine is up{f' ({why})' * bool(why)}; "
             message += "/health of the router names them; "
-            if usual is not None:
-                message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"
             raise ApiError(503, "no_decode_engine", message, seconds)
         if failure.timed_out:

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's page: problems, their place and time, and why each request went where it did.
 
-The event loop feeds `LiveState` while it serves requests:
-
-    decided    a request was placed; the record stays with the request
-    answered   its first token came; these engines served it
-    served     its answer is complete; engines have reported their cached tokens
-    ended      it ended, with an outcome; for a failed one, the steps that the router took
-
-Once a second `look` compares the engines with their last state. That gives the list of changes, the
-present problems, and when each began. `snapshot` is all of it as JSON, made at most once a
-second for any number of readers. It is served at /live, within the page at /, and by `LiveStream`
-as server-sent events, once a second. No viewer has a queue: one that reads slowly misses states,
-and one that reads nothing is dropped like any client.
+The event loop feeds `LiveState` while it serves requests. Once a second `look` compares the engines
+with their last state. That gives the list of changes, the present problems, and when each began.
+`snapshot` is all of it as JSON, made once after a look for any number of readers. It is served at
+/live, within the page at /, and by `LiveStream` as server-sent events. No viewer has a queue: one
+that reads slowly misses states, and one that reads nothing is dropped like any client.
 
 The page is one file. Its policy allows its own style and script by their hashes, a connection back
 to the router, and nothing else. Texts of clients and engines become text nodes, never HTML.
@@ -187,24 +180,20 @@ class LiveState:
         self._flow_tokens = SlidingCounts[tuple[str, str]](_FLOW_SECONDS, clock)
         self._outcomes = SlidingCounts[str](_FLOW_SECONDS, clock)
         self._hits = SlidingCounts[str](_HIT_SECONDS, clock)
-        self._engine_tokens = SlidingCounts[str](_HIT_SECONDS, clock)  # computed, or cached there
-        self._engine_cached = SlidingCounts[str](_HIT_SECONDS, clock)
+        # By engine and what is counted: failures, failed_probes, tokens (computed or cached there),
+        # cached.
+        self._of_engines = SlidingCounts[tuple[str, str]](_HIT_SECONDS, clock)
         self._first_tokens = Recent(_HIT_SECONDS, _LATENCIES, clock)
         self._router_times = Recent(_HIT_SECONDS, _LATENCIES, clock)
         self._by_engine: dict[str, Recent] = {}
-        self._failures = SlidingCounts[str](_HIT_SECONDS, clock)
-        self._failed_probes = SlidingCounts[str](_HIT_SECONDS, clock)
         self._changes: deque[Change] = deque(maxlen=_CHANGES)
         self._failed: deque[dict[str, object]] = deque(maxlen=_FAILURES)
         self._points: deque[Point] = deque(maxlen=_POINTS)
         self._point, self._point_begun = Point(), clock()  # the one that is being gathered
-        self._point_times: deque[float] = deque(maxlen=_LATENCIES)
         self._engines: dict[str, EngineNow] | None = None  # at the last look
         self._problems: dict[str, Problem] = {}
-        self._snapshot = b""
-        self._snapshot_at = -math.inf
+        self._snapshot = b""  # is made when it is first asked for after a look
         self.published = asyncio.Event()  # is set, and replaced, at each look
-        self.watched = 0  # viewers; without any, no look makes a snapshot
 
     def decided(
         self,
@@ -250,7 +239,6 @@ class LiveState:
         if first_token_seconds is not None:
             placed.actual_ms = _ms(first_token_seconds)
             self._first_tokens.add(first_token_seconds)
-            self._point_times.append(first_token_seconds)
             for url in {decode, prefill} - {None}:
                 if url in self._by_engine:  # else it was removed
                     self._by_engine[url].add(first_token_seconds)
@@ -264,8 +252,8 @@ class LiveState:
         # An engine may have had more than the router knew of.
         self._hits.add("local" if source == "none" else source, cached)
         self._hits.add("none", placed.tokens - cached)
-        self._engine_tokens.add(computer, placed.tokens)
-        self._engine_cached.add(computer, cached)
+        self._of_engines.add((computer, "tokens"), placed.tokens)
+        self._of_engines.add((computer, "cached"), cached)
 
     def ended(
         self, outcome: str, placed: Placed | None, request_id: str = "", trail: Sequence[str] = ()
@@ -300,10 +288,10 @@ class LiveState:
         for url, engine in engines.items():
             if (old := before.get(url)) is None:
                 continue
-            if engine.failures > old.failures:
-                self._failures.add(url, engine.failures - old.failures)
-            if old.was_up and engine.failed_probes > old.failed_probes:
-                self._failed_probes.add(url, engine.failed_probes - old.failed_probes)
+            self._of_engines.add((url, "failures"), engine.failures - old.failures)
+            if old.was_up:
+                probes = engine.failed_probes - old.failed_probes
+                self._of_engines.add((url, "failed_probes"), probes)
         recent = self._by_engine
         self._by_engine = {
             url: recent.get(url) or Recent(_HIT_SECONDS, _LATENCIES_EACH, self._clock)
@@ -311,22 +299,18 @@ class LiveState:
         }
         self._engines = engines
         if self._clock() - self._point_begun >= _POINT_SECONDS:
-            ordered = sorted(self._point_times)
+            ordered = self._first_tokens.since(self._point_begun)
             self._point.p50, self._point.p99 = (percentile_ms(ordered, p) for p in (50, 99))
             self._points.append(self._point)
             self._point, self._point_begun = Point(), self._clock()
-            self._point_times.clear()
         self._update_problems(now, wall)
-        if self.watched:
-            self.snapshot()
+        self._snapshot = b""
         self.published.set()
         self.published = asyncio.Event()
 
     def snapshot(self) -> bytes:
         """The whole state as JSON, at most a second old."""
-        if self._clock() - self._snapshot_at >= LOOK_SECONDS / 2:
-            self._snapshot = msgspec.json.encode(self._all())
-            self._snapshot_at = self._clock()
+        self._snapshot = self._snapshot or msgspec.json.encode(self._all())
         return self._snapshot
 
     def as_json(self) -> Answer:
@@ -402,16 +386,16 @@ class LiveState:
         }
 
     def _engine(self, engine: EngineNow) -> dict[str, object]:
-        recent = self._by_engine.get(engine.url)
+        url, recent = engine.url, self._by_engine.get(engine.url)
+        counts = self._of_engines.totals()
         shown = msgspec.structs.asdict(engine)
         shown["reason"] = _cut(engine.reason)
         shown["first_token_ms"] = recent.percentiles_ms() if recent is not None else None
-        tokens = self._engine_tokens.totals()[engine.url]
-        if engine.cache is not None and tokens:
-            rate = self._engine_cached.totals()[engine.url] / tokens
-            shown["cache"] = msgspec.structs.replace(engine.cache, hit_rate=round(rate, 4))
-        shown["recent_failures"] = self._failures.totals()[engine.url]
-        shown["recent_failed_probes"] = self._failed_probes.totals()[engine.url]
+        if engine.cache is not None and (tokens := counts[url, "tokens"]):
+            rate = round(counts[url, "cached"] / tokens, 4)
+            shown["cache"] = msgspec.structs.replace(engine.cache, hit_rate=rate)
+        shown["recent_failures"] = counts[url, "failures"]
+        shown["recent_failed_probes"] = counts[url, "failed_probes"]
         return shown
 
 
@@ -550,11 +534,12 @@ class Recent:
     def add(self, duration_seconds: float) -> None:
         self._values.append((self._clock(), duration_seconds))
 
+    def since(self, oldest: float) -> list[float]:
+        """The smallest first."""
+        return sorted([duration for when, duration in self._values if when >= oldest])
+
     def percentiles_ms(self) -> dict[str, float | None]:
-        oldest = self._clock() - self._seconds
-        while self._values and self._values[0][0] < oldest:
-            self._values.popleft()
-        values = sorted(duration for _, duration in self._values)
+        values = self.since(self._clock() - self._seconds)
         return {f"p{share}": percentile_ms(values, share) for share in (50, 90, 99)}
 
 
@@ -611,20 +596,19 @@ class LiveStream:
 
     def __init__(self, live: LiveState, limits: Limits) -> None:
         self._live = live
-        self._viewers = Quota(limits.max_viewers, limits.address_share)
+        self.viewers = Quota(limits.max_viewers, limits.address_share)
 
     async def serve(self, request: ClientRequest) -> None:
         viewers = ("viewers of the page", "too_many_viewers", _RETRY_SECONDS)
         try:
             require_method(request, ("GET",))
-            with self._viewers.place(request.address, *viewers):
+            with self.viewers.place(request.address, *viewers):
                 await self._show(request)
         except ApiError as error:
             request.answer(error.answer)
 
     async def _show(self, request: ClientRequest) -> None:
         """Send each new state, until the viewer is gone, which cancels this."""
-        self._live.watched += 1
         try:
             events = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
             request.begin(200, [*_HEADERS, *events])
@@ -638,8 +622,6 @@ class LiveStream:
         except Exception:  # the answer has begun, so the connection's end must say it
             log.exception("the stream of a viewer of the page at %s broke", request.address)
             request.abort()
-        finally:
-            self._live.watched -= 1
 
 
 def _hash_of(tag: str) -> str:

@@ -2,20 +2,13 @@
 """Where each request goes: the view of caches, the costs of engines, the choice, its outcome.
 
 `Placer` belongs to one router. It follows the engines' events into the index, asks engines for
-their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it:
-
-    look      the prompt's tokens, from an engine or a tokenizer, within `tokenize_seconds`
-    choose    holdings and engines become a decision; again for each try, without what failed
-    compute   the prompt is on its way to an engine: it counts there, and is believed to be held
-    decode    the request is on its way to the engine that answers
-    first     its first byte came: expected and actual time are compared, rates are learned
-    ended     whatever happened, nothing of it counts any more
+their metrics, and hears of engines that come and go. `RequestWay` is one request's part of it.
 
 Without tokens there is no choice to make: the caller takes the engine with the fewest requests. The
 same is true of a router that was told to place by load alone.
 
-An engine that came up may be another process. What it held is forgotten at once, unless its events
-tell that it is the same one (`cache.events`).
+What an engine held is forgotten at once when it was started again (`UpstreamEngine.restarted`), or
+its events tell that another process publishes (`cache.events`).
 """
 
 from __future__ import annotations
@@ -25,17 +18,16 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from random import Random
 
-import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
 from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex, PromptChain
-from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
-from kvferry.router.choice import Decision, EngineView, Holding, PromptView, place
+from kvferry.router.cache.prompts import LocalTokenizer, PromptChains
+from kvferry.router.choice import Decision, EngineView, Holding, PromptView, Role, place
 from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
 from kvferry.router.fleet.engines import ChangeKind, Fleet, UpstreamEngine
 from kvferry.router.rates import (
@@ -64,9 +56,6 @@ _SAMPLE = re.compile(
     rb"(?:\{(.*)\})? ([0-9.eE+-]+)(?![^\n])"
 )
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
-# Between two looks at what engines cost. Not for each request, which would pay for all engines; not
-# more seldom, because each line that is due then (`REFIT_SECONDS`) takes up to 0.1 ms at once.
-_RATES_SECONDS = 0.05
 # Of a prompt whose tokens are not known, until it counts as computed.
 _GUESSED_SECONDS = 1.0
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
@@ -94,11 +83,8 @@ class Placer:
         )
         self._fleet, self._limits = fleet, config.limits
         self.random = Random()
-        # Prompts that an engine was sent and has not computed yet, by how they begin.
-        self.unsure = Counter[tuple[str, bytes]]()
         self._followers: dict[str, EventStreams] = {}
         self._running = False
-        self._usual, self._usual_at = self.meters.usual(), time.monotonic()
         fleet.changed = self._changed
 
     async def run(self) -> None:
@@ -120,35 +106,29 @@ class Placer:
         """One request's placement, with its tokens if these are to be had."""
         chain: PromptChain | None = None
         if self.by_cost and (asked := self._any_engine()) is not None:
-            found = self.prompts.at_once(asked.url, path, wanted.fields)
-            if isinstance(found, AskedPrompt):
-                found = await self.prompts.chain(asked.url, found, headers)
-            chain = found
+            chain = await self.prompts.chain(asked.url, path, wanted.fields, headers)
         output_tokens = self.meters.output_tokens(wanted.max_tokens())
         return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 
-    def views(self) -> list[EngineView]:
-        """All engines, as the choice needs them."""
-        now = time.monotonic()
-        if now - self._usual_at > _RATES_SECONDS:
-            self._usual, self._usual_at = self.meters.usual(), now
-        usual, pooled = self._usual, self.index.pooled()
-        views = []
-        for engine in self._fleet.engines:
-            view = self.meters.view(
+    def views(self, failed: Mapping[Role, Set[UpstreamEngine]]) -> list[EngineView]:
+        """All engines, as the choice needs them, without the roles in which they failed."""
+        pooled, some = self.index.pooled(), failed["prefill"] | failed["decode"]
+
+        def roles(engine: UpstreamEngine) -> frozenset[Role]:
+            if engine not in some:
+                return engine.roles
+            return frozenset(role for role in engine.roles if engine not in failed[role])
+
+        return [
+            self.meters.view(
                 engine.url,
-                engine.roles,
+                roles(engine),
                 up=engine.room > 0,
                 pooled=engine.url in pooled,
-                usual=usual,
+                weight=engine.spec.weight,
             )
-            weight = engine.spec.weight
-            if weight != 1.0:
-                # Its share of requests: a light engine seems busier than it is, a heavy one less.
-                work, running = round(view.waiting_tokens / weight), round(view.running / weight)
-                view = msgspec.structs.replace(view, waiting_tokens=work, running=running)
-            views.append(view)
-        return views
+            for engine in self._fleet.engines
+        ]
 
     def meter(self, engine: str) -> EngineMeter:
         """An engine's own. A removed engine has one that is not shown anywhere."""
@@ -170,13 +150,11 @@ class Placer:
             self.prompts.forget(engine.url)
             self.meters.keep(e.url for e in self._fleet.engines)
         elif kind == "up":
-            if self._fleet.get(engine.url) is not engine:
-                return  # it was removed while it was asked
-            self.prompts.forget(engine.url)
-            self.meters[engine.url].restarted()
+            if engine.restarted:
+                self.prompts.forget(engine.url)
             if (streams := self._followers.get(engine.url)) is not None:
-                streams.came_up()
-            else:
+                streams.came_up(engine.restarted)
+            elif engine.restarted:
                 self.index.forget(engine.url)
         elif kind in ("added", "changed") and self._running:
             self._follow(engine.spec)
@@ -255,8 +233,6 @@ class RequestWay:
         self._prefill: PrefillVisit | None = None
         self._stream: StreamVisit | None = None
         self._computed_on: str | None = None
-        self._unsure: str | None = None  # was sent the prompt, and has not answered yet
-        self._shared = False  # another request with this beginning was there, not computed yet
         self._handed_tokens = 0  # that the decode engine loads from another one
         self._asked_at = 0.0
         self._events = 0
@@ -289,15 +265,7 @@ class RequestWay:
         """The way for the next try. None: without tokens there is nothing to choose by."""
         if self._chain is None:
             return None
-        views = self._placing.views()
-        if not_prefill or not_decode:
-            out = {
-                "prefill": {engine.url for engine in not_prefill},
-                "decode": {engine.url for engine in not_decode},
-            }
-            for at, view in enumerate(views):
-                roles = frozenset(role for role in view.roles if view.name not in out[role])
-                views[at] = msgspec.structs.replace(view, roles=roles)
+        views = self._placing.views({"prefill": not_prefill, "decode": not_decode})
         self._holdings = tuple(self._placing.index.holdings(self._chain))
         prompt = PromptView(self.tokens, self._holdings, may_hand_over, self._output_tokens)
         self.decision = place(prompt, views, self._placing.random)
@@ -315,7 +283,6 @@ class RequestWay:
 
     def prefilled(self, answer: bytes) -> None:
         """The prefill engine has answered well."""
-        self._settle()
         self._computed()
         self._read_cached(answer)
 
@@ -327,15 +294,14 @@ class RequestWay:
         self._handed_tokens = max(0, self.tokens - self._held(engine)) if handed_over else 0
         if not handed_over:
             self.compute(engine, decoded_elsewhere=False)
-        else:
-            self._believe(engine)
+        elif self._chain is not None:
+            self._placing.sent(engine, self._chain)
 
     def first(self) -> None:
         """The first bytes of a stream came."""
         assert self._stream is not None
         now = time.monotonic()
         self.actual_seconds = now - self._begun
-        self._settle()
         self._stream.first()
         if self._handed_tokens:
             self._stream.meter.received(self._handed_tokens, now - self._asked_at)
@@ -355,7 +321,6 @@ class RequestWay:
     def served(self, *, handed_over: bool) -> None:
         """The request was answered well: what it got from where counts from now on."""
         placing = self._placing
-        self._settle()
         if self._streamed and self._events > 1:
             placing.meters.answered(self._events)
         if self.decision is None:
@@ -384,7 +349,8 @@ class RequestWay:
     def compute(self, engine: str, *, decoded_elsewhere: bool) -> None:
         """The prompt goes to `engine` to be computed there."""
         self._drop_prefill()
-        self._believe(engine)
+        if self._chain is not None:
+            self._placing.sent(engine, self._chain)
         self._computed_on = engine
         self._prefill = self._placing.meter(engine).prefill(
             self.tokens or self._guessed_tokens,
@@ -406,44 +372,11 @@ class RequestWay:
         if self._prefill is not None:
             self._prefill.dropped()
             self._prefill = None
-        engine = self._settle()
-        if engine is not None and self._chain is not None:
-            index = self._placing.index
-            if index.state(engine) != "live":  # else its events tell how far it came
-                index.missed(engine, self._chain, self._held(engine))
-
-    def _believe(self, engine: str) -> None:
-        """An engine that gets a prompt will hold it, unless it fails."""
-        if self._chain is not None:
-            self._settle()
-            self._placing.sent(engine, self._chain)
-            key, unsure = (engine, self._chain.beginning), self._placing.unsure
-            self._unsure, self._shared = engine, key in unsure
-            unsure[key] += 1
-
-    def _settle(self) -> str | None:
-        """It is known what became of the prompt at an engine, which is returned."""
-        engine, self._unsure = self._unsure, None
-        if engine is not None and self._chain is not None:
-            key, unsure = (engine, self._chain.beginning), self._placing.unsure
-            unsure[key] -= 1
-            if not unsure[key]:
-                del unsure[key]
-        return engine
 
     def _read_cached(self, data: bytes) -> None:
         """What the engine that computed the prompt says it had of it, where it says that."""
-        if (found := _CACHED.search(data)) is None:
-            return
-        self._cached = int(found[1])
-        engine, chain = self._computed_on, self._chain
-        if self._cached or engine is None or chain is None or not self._held(engine):
-            return
-        index = self._placing.index
-        if index.state(engine) != "live" and not self._shared:
-            # Nothing of what it was sent is there: it was started again, or emptied.
-            index.emptied(engine)
-            self._placing.sent(engine, chain)
+        if found := _CACHED.search(data):
+            self._cached = int(found[1])
 
 
 def read_metrics(text: bytes) -> EngineMetrics | None:

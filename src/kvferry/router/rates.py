@@ -19,6 +19,7 @@ engine's metrics: the requests there beyond the router's own at that moment.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -42,6 +43,9 @@ WINDOW_SECONDS = 2.0
 MOST_FIXED_SECONDS = 0.1  # that one request costs besides its tokens: HTTP, scheduling, a step
 FORGET_SECONDS = 600.0  # engines change with their load, not by themselves
 REFIT_SECONDS = 0.5  # a fit takes 0.1 ms, which not every request should pay for every engine
+# Between two looks at what engines cost. Not for each request, which would pay for all engines; not
+# more seldom, because each line that is due then takes up to 0.1 ms at once.
+RATES_SECONDS = 0.05
 # A hand-over that seems slow is not chosen, and so not measured again. After this time without one,
 # the measurements count half, so that it is tried now and then.
 DOUBT_SECONDS = 60.0
@@ -189,10 +193,6 @@ class EngineMeter:
         others = metrics.running + metrics.waiting - ours - self._foreign_waiting
         self._foreign_running = max(0, others)
 
-    def restarted(self) -> None:
-        """Another process serves under this name: its load is gone, its speed likely the same."""
-        self._told = None
-
     # Results
 
     @property
@@ -247,6 +247,7 @@ class FleetMeter:
         self._clock = clock
         self.meters: dict[str, EngineMeter] = {}  # by engine
         self._outputs: deque[int] = deque(maxlen=MEAN_OF)
+        self._usual, self._usual_at = _DEFAULT, -math.inf
 
     def __getitem__(self, engine: str) -> EngineMeter:
         if engine not in self.meters:
@@ -274,18 +275,21 @@ class FleetMeter:
         *,
         up: bool = True,
         pooled: bool = False,
-        usual: EngineCosts | None = None,
+        weight: float = 1.0,
     ) -> EngineView:
-        """An engine as the choice sees it. `pooled`: it reads the pool."""
+        """An engine as the choice sees it. `pooled`: it reads the pool. `weight`: its share of
+        requests; a light engine seems busier than it is, a heavy one less."""
+        if (now := self._clock()) - self._usual_at > RATES_SECONDS:
+            self._usual, self._usual_at = self._learned(), now
         meter = self[engine]
-        metrics, running, costs = meter.metrics, meter.running, meter.costs(usual or self.usual())
+        metrics, running, costs = meter.metrics, meter.running, meter.costs(self._usual)
         step = costs.step
         return EngineView(
             name=engine,
             roles=roles,
             up=up,
-            waiting_tokens=max(0, round(meter.waiting_work)),
-            running=running,
+            waiting_tokens=round(max(0.0, meter.waiting_work) / weight),
+            running=round(running / weight),
             prefill=costs.prefill,
             step_seconds=step.fixed + step.slope * (running + 1),
             free_blocks=1.0 if metrics is None else 1.0 - metrics.used_blocks,
@@ -296,7 +300,7 @@ class FleetMeter:
             pool=POOL_LOAD if pooled else None,
         )
 
-    def usual(self) -> EngineCosts:
+    def _learned(self) -> EngineCosts:
         """The costs of an engine with too few samples: the median of the others."""
         meters, default = self.meters.values(), _DEFAULT
         prefill = _median(meter.prefill_line.fit() for meter in meters)

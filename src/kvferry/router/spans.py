@@ -5,9 +5,7 @@ Traces are off unless a standard variable names a collector (`ENDPOINTS`). Then 
 imported, and a client's `traceparent` reaches the engines unchanged.
 
 With traces, every request of the API is one span, and its parts are children, one after the other
-(docs/operating.md, "Traces"). The request's parent is the client's span. An engine gets the
-`traceparent` of the part in which it is asked, so that its own spans lie below that part. If an
-engine fails, its part ends with an error, and the next try is another part.
+(docs/operating.md, "Traces").
 
 A thread of the SDK sends spans in batches. While the collector is slow or away, spans are dropped.
 No request waits for it.

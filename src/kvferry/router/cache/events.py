@@ -21,15 +21,15 @@ What happens:
     the stream begins later              replay from 0; live if it goes back that far, else lost
     a number is missing                  replay of what is missing; lost if it cannot be had
     the numbers begin again              the engine restarted: forget at once, begin again
-    the connection was made again        the replay is asked for the last batch. If it is the same,
-                                         the engine did not restart. Without an answer: lost
+    the connection was made again,       the replay is asked for the last batch. If it is the same,
+    or the engine is up again            the engine did not restart. Without a replay, the next
+                                         number tells; an engine that is known to have restarted
+                                         is forgotten at once
     a batch cannot be read               it is missing, and no replay has it
-    no answer to a replay                lost; asked again after a while, longer each time
-    the engine was down and is up        as for a new connection. If replays are not answered:
-                                         nothing if the connection stood all the time, else forget
-                                         at once
+    no answer to a replay                asked again after a while. Lost, if batches are missing or
+                                         the engine was started again
 
-A frame that is no batch at all is counted and skipped. Nothing that a publisher sends ends the
+A frame that is no batch at all is skipped. Nothing that a publisher sends ends the
 stream. Before each batch the stream polls its sockets, so requests have their turn between batches.
 """
 
@@ -41,13 +41,11 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.router.cache.index import CacheIndex, Event
 
@@ -59,12 +57,10 @@ _POLL_SECONDS = 0.5  # between two looks at `_replay_at`
 _REPLAY_SECONDS = 60.0  # for all of a replay, of up to 10,000 batches
 ANSWER_SECONDS = 2.0  # for its next batch; an idle vLLM answers within 0.1 s
 _REPLAY_TRIES = 5  # that do not bring the stream further; a publisher drops most of a long replay
-RETRY_SECONDS = 1.0  # after a replay that failed, doubled each time
-_MOST_RETRY_SECONDS = 60.0
-_SETTLE_SECONDS = 0.5  # until a new connection surely carries everything that is published
+RETRY_SECONDS = 10.0  # after a replay that failed
+_SETTLE_SECONDS = 0.2  # until a new connection surely carries everything that is published
 _END = b"\xff" * 8  # the number after the last batch of a replay
 _HEARTBEAT_SECONDS = 10  # by which a connection to a machine that is gone is noticed
-_DIGEST_BYTES = 16
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -86,15 +82,18 @@ class EventStreams:
         self._index = index
         self._part = index.part(engine)
         self.source = source
-        self._retry_seconds = RETRY_SECONDS
-        self._last = -1  # number of the last batch that was applied
-        self._last_digest = b""  # of its bytes
-        self._begun = False  # `_last` counts; before that, any number may come
+        self._last: int | None = None  # the last batch that was applied; None: any may come next
+        self._last_payload = b""
         self._heard = -1  # number of the last batch that the publisher sent by itself
-        self._connected = False  # as far as the socket has noticed
         self._replay_at: float | None = None  # when to ask; None: nothing is missing
-        self._unanswered = False  # the last replay; batches since then are better than nothing
-        self._settled_at = 0.0  # when to ask once more after a connection was made
+        self._unanswered = False  # the last replay
+        self._restarted = False  # perhaps: the replay will tell
+        self._partial = False  # batches are missing, which a replay may have
+
+    @property
+    def applied(self) -> int:
+        """Batches that the publisher has sent until the last one that was applied."""
+        return 0 if self._last is None else self._last + 1
 
     async def run(self) -> None:
         """Follow the publisher until cancelled."""
@@ -123,18 +122,18 @@ class EventStreams:
         """Whether missed batches are to be had, as far as is known."""
         return self.source.replay is not None and not self._unanswered
 
-    def came_up(self) -> None:
-        """The engine was down, perhaps only for the router, and may be another process."""
+    def came_up(self, restarted: bool) -> None:
+        """The engine was down, perhaps only for the router."""
         if self._replays:
-            self._replay_at = 0.0
-        elif not self._connected:
+            self._replay_at, self._restarted = 0.0, restarted
+        elif restarted:
             self._begin_again()
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
         _set_up(socket)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        watch = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(watch, zmq.POLLIN)
@@ -145,88 +144,58 @@ class EventStreams:
                     await self._catch_up(context)
                 ready = dict(await poller.poll(_POLL_SECONDS * 1000))
                 if watch in ready:
-                    message = await recv_monitor_message(watch)
-                    self._connected = message["event"] != zmq.EVENT_DISCONNECTED
-                    if self._connected:
-                        self._follow_anew()
+                    await watch.recv_multipart()
+                    if self.source.replay is not None:
+                        self._replay_at = time.monotonic() + _SETTLE_SECONDS
                 if socket in ready:
                     self._receive(await socket.recv_multipart())
         finally:
-            self._connected = False
             socket.disable_monitor()
             watch.close(linger=0)
             socket.close(linger=0)
 
-    def _follow_anew(self) -> None:
-        """Behind a new connection, there may be another process than before."""
-        self._heard = -1
-        if self._begun and not self._replays:
-            self._lose("the connection broke")
-            self._begun = False
-        if self.source.replay is not None:
-            self._replay_at = 0.0
-            self._settled_at = time.monotonic() + _SETTLE_SECONDS
-
     def _receive(self, frames: list[bytes]) -> None:
         """A batch from the publisher itself."""
         if len(frames) != 3 or len(frames[1]) != 8:
-            self._part.garbage += 1
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
         if number <= self._heard:
-            self._note_restart()
+            self._begin_again()
         self._heard = number
-        if not self._begun and number == 0:
-            self._begin(-1)
-            self._replay_at, self._unanswered = None, False
-        if self._begun and number <= self._last:
+        if self._last is not None and number <= self._last:
             return  # a replay had it already
-        if not self._begun or number > self._last + 1:
-            if self._replays:
-                self._replay_at = 0.0
-                return  # the replay will have this batch too
-            if self._begun:
-                missing = number - self._last - 1
+        due = self._replay_at is not None or number > self.applied
+        if due and number and self._replays:
+            self._replay_at = 0.0
+            return  # the replay will have this batch too
+        if number != self.applied:
+            if self._last is not None:
+                missing = number - self.applied
                 self._part.lost_events += missing
                 self._lose(f"{missing} batches are missing")
-            self._begin(number - 1)
+            self._partial = True
+            self._index.incomplete(self._part)
+        elif number == 0:
+            self._index.whole(self._part)
+            self._replay_at, self._unanswered, self._partial = None, False, False
         self._apply(number, payload)
 
     def _apply(self, number: int, payload: bytes) -> None:
-        self._last, self._last_digest = number, _digest(payload)
-        batch = decode(payload)
-        if batch is None:
-            self._part.garbage += 1
-            self._part.lost_events += 1
-            self._lose("a batch cannot be read")
+        self._last, self._last_payload = number, payload
+        events = decode(payload)
+        if events is not None:
+            self._index.told(self._part, events)
             return
-        self._part.garbage += batch.unreadable
-        self._index.told(self._part, batch.events)
-
-    def _begin(self, last: int) -> None:
-        """The next batch is the one after `last`; -1: the engine's first."""
-        self._begun, self._last, self._last_digest = True, last, b""
-        if last < 0:
-            self._index.whole(self._part)
-        else:
-            self._index.incomplete(self._part)
-
-    def _begin_over(self, last: int) -> None:
-        """The same, in place of all that was told before."""
-        self._index.forget_part(self._part)
-        self._unanswered = False
-        self._begin(last)
+        self._part.lost_events += 1
+        self._lose("a batch cannot be read")
 
     def _begin_again(self) -> None:
+        """Another process publishes, or the same one cannot tell what was missed."""
+        log.info("the events of %s begin again", self._part.engine)
         self._index.forget_part(self._part)
-        self._begun, self._last, self._heard = False, -1, -1
+        self._last, self._heard, self._restarted = None, -1, False
         if self.source.replay is not None:
             self._replay_at, self._unanswered = 0.0, False
-
-    def _note_restart(self) -> None:
-        log.info("the engine %s restarted: its events began again", self._part.engine)
-        self._part.restarts += 1
-        self._begin_again()
 
     def _lose(self, why: str) -> None:
         """Events are missing, so nothing of this engine is certain any more."""
@@ -249,38 +218,38 @@ class EventStreams:
                         raise TimeoutError
                     last = self._last
         except (TimeoutError, zmq.ZMQError):
-            if self._begun and not self._unanswered:
-                part.lost_events += max(0, self._heard - self._last)
+            missing = max(0, self._heard - self.applied + 1)
+            if self._last is not None and (missing or self._restarted):
+                part.lost_events += missing
                 self._lose("the replay does not answer")
-                self._begun = False
+                self._last, self._partial = None, True
             self._unanswered = True
-            self._replay_at = time.monotonic() + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, _MOST_RETRY_SECONDS)
+            self._replay_at = time.monotonic() + RETRY_SECONDS
         else:
-            self._retry_seconds = RETRY_SECONDS
-            now = time.monotonic()
-            self._replay_at = self._settled_at if now < self._settled_at else None
+            self._replay_at, self._unanswered = None, False
         finally:
-            part.replaying = False
+            self._restarted = part.replaying = False
 
     async def _replay(self, context: zmq.asyncio.Context) -> bool:
         """Apply one answer. Returns False if the replay must be requested again.
 
         The request includes the last known batch: a publisher whose batch differs is another
-        engine.
+        engine, or does not go back that far.
         """
-        known = self._last if self._begun and not self._unanswered and self._last >= 0 else None
+        known = None if self._partial else self._last
         first = True
         try:
             async with aclosing(self._ask(context, known or 0)) as batches:
                 async for number, payload in batches:
                     if first and known is not None:
-                        if not self._goes_on(number, payload):
+                        if (number, payload) != (known, self._last_payload):
+                            self._part.lost_events += max(0, number - known - 1)
+                            self._begin_again()
                             return False
                     elif first:
-                        self._begin_over(number - 1)
+                        self._begin_over(number)
                         self._apply(number, payload)
-                    elif number == self._last + 1:
+                    elif number == self.applied:
                         self._apply(number, payload)
                     else:  # the publisher drops what it cannot send at once
                         return False
@@ -290,23 +259,20 @@ class EventStreams:
                 raise
             return False  # the rest was dropped, with its end
         if first and known is not None:  # it has not published that much
-            self._note_restart()
+            self._begin_again()
             return False
         if first:
-            self._begin_over(-1)
+            self._begin_over(0)
         return True
 
-    def _goes_on(self, number: int, payload: bytes) -> bool:
-        """Whether a replay's first batch is the last one that was applied."""
-        if number != self._last:
-            self._part.lost_events += number - self._last - 1
-            self._lose("the replay does not go back that far")
-            self._begun = False
-            return False
-        if _digest(payload) != self._last_digest:
-            self._note_restart()
-            return False
-        return True
+    def _begin_over(self, number: int) -> None:
+        """A replay begins with this batch, in place of all that was told before."""
+        self._index.forget_part(self._part)
+        self._last, self._partial = None, False
+        if number == 0:
+            self._index.whole(self._part)
+        else:
+            self._index.incomplete(self._part)
 
     async def _ask(
         self, context: zmq.asyncio.Context, start: int
@@ -321,11 +287,10 @@ class EventStreams:
             while await socket.poll(ANSWER_SECONDS * 1000):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
-                    self._part.garbage += 1
-                elif frames[2] == _END:
+                    continue
+                if frames[2] == _END:
                     return
-                else:
-                    yield int.from_bytes(frames[2], "big"), frames[3]
+                yield int.from_bytes(frames[2], "big"), frames[3]
             raise TimeoutError
         finally:
             socket.close(linger=0)
@@ -334,19 +299,14 @@ class EventStreams:
 # The wire
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    events: list[Event]
-    unreadable: int  # events that were left out
-
-
-def decode(payload: bytes) -> Batch | None:
-    """A batch as vLLM encodes it. None: it is not one, or an older vLLM's, whose events are arrays.
+def decode(payload: bytes) -> list[Event] | None:
+    """The events of a batch as vLLM encodes it. None: it is not one, or an older vLLM's, whose
+    events are arrays.
 
     Fields and kinds of events that this version does not know are left out.
     """
     try:
-        return Batch(_EVENTS.decode(payload).events, 0)
+        return _EVENTS.decode(payload).events
     except _UNREADABLE:
         pass
     try:
@@ -359,7 +319,7 @@ def decode(payload: bytes) -> Batch | None:
     for one in found:
         with suppress(*_UNREADABLE):
             events.append(msgspec.convert(one, Event))
-    return Batch(events, len(found) - len(events))
+    return events
 
 
 class _EventBatch(msgspec.Struct, array_like=True):
@@ -374,10 +334,6 @@ class _AnyBatch(msgspec.Struct, array_like=True):
 
 _EVENTS = msgspec.msgpack.Decoder(_EventBatch)
 _ANYTHING = msgspec.msgpack.Decoder(_AnyBatch)
-
-
-def _digest(payload: bytes) -> bytes:
-    return blake2b(payload, digest_size=_DIGEST_BYTES).digest()
 
 
 def _set_up(socket: zmq.asyncio.Socket) -> None:

@@ -86,18 +86,10 @@ def address_of_url(url: str) -> EngineAddress:
 class EngineTransport:
     """Sends requests of one event loop."""
 
-    def __init__(
-        self,
-        tls: ssl.SSLContext,
-        idle_seconds: float,
-        connect_seconds: float,
-        most_kept: int = 2048,
-    ) -> None:
-        """most_kept  connections; beyond, one that has brought its answer is closed"""
+    def __init__(self, tls: ssl.SSLContext, idle_seconds: float, connect_seconds: float) -> None:
         self._tls = tls
         self._idle_seconds = idle_seconds
         self._connect_seconds = connect_seconds
-        self._most_kept = most_kept
         self._idle: dict[EngineOrigin, dict[EngineConnection, None]] = {}  # the newest is last
         self._lookups: dict[str, asyncio.Future[list[str]]] = {}  # by name, that take their time
         self._addresses_of: dict[str, list[str]] = {}  # by name, as the last lookup found them
@@ -156,12 +148,6 @@ class EngineTransport:
 
     def close(self) -> None:
         for connection in list(self.connections):
-            connection.close()
-
-    def close_idle(self, origin: EngineOrigin) -> None:
-        """This server will get no requests soon."""
-        self._addresses_of.pop(origin.host, None)
-        for connection in list(self._idle.get(origin, ())):
             connection.close()
 
     def _take(self, origin: EngineOrigin) -> EngineConnection | None:
@@ -236,9 +222,6 @@ class EngineTransport:
 
     def free(self, connection: EngineConnection) -> None:
         """A connection has brought its answer, and can bring another one."""
-        if len(self.connections) > self._most_kept:
-            connection.close()
-            return
         self._idle.setdefault(connection.origin, {})[connection] = None
         connection.expires = asyncio.get_running_loop().time() + self._idle_seconds
 
@@ -261,10 +244,9 @@ class EngineConnection(asyncio.Protocol):
         self._pool = pool
         self._head: AnswerHead | None = None  # once it has come
         self._to_head = False
-        self._unread: list[bytes] = []
+        self._data = b""  # of a head that is not complete
         self._unread_bytes = 0
-        self._ended = False  # the engine sends nothing more
-        self._error: Exception | None = None
+        self._failure: Exception | None = None  # why the answer does not go on
         self._waiter: asyncio.Future[None] | None = None
         # While a stream passes:
         self._sink: StreamSink | None = None
@@ -281,13 +263,17 @@ class EngineConnection(asyncio.Protocol):
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._sink is not None:
-            self._pass(data)
-            return
         if self.expires:  # an answer without a request
             self.close()
             return
-        self._unread.append(data)
+        try:
+            self._read(data)
+        except HttpError as error:
+            self._fail(BrokenAnswer(str(error)))
+            return
+        if self._sink is not None:
+            self._pass()
+            return
         self._unread_bytes += len(data)
         if self._unread_bytes > _MOST_UNREAD_BYTES:
             self._transport.pause_reading()
@@ -300,11 +286,35 @@ class EngineConnection(asyncio.Protocol):
         self._pool.lost(self)
         self._end(error)
 
+    def _read(self, data: bytes) -> None:
+        """Raises HttpError."""
+        while self._head is None:
+            data, self._data = self._data + data, b""
+            found = split_head(data)
+            if found is None:
+                self._data = data
+                return
+            head, data = read_answer(found[0], to_head=self._to_head), found[1]
+            if head.status >= 200:  # 1xx are passed over
+                self._head = head
+        head = self._head
+        if not head.body.whole:
+            head.body.receive(data)
+            data = head.body.rest
+        if data:
+            head.keeps = False  # these bytes would be taken for the next answer
+
     def _end(self, error: Exception | None) -> None:
-        self._ended, self._error = True, error or self._error
-        if self._sink is not None:
-            self._pass(b"")
-        self._wake()
+        head = self._head
+        if head is not None and head.body.ends_with_connection and error is None:
+            head.keeps, head.body.whole = False, True
+            self._wake() if self._sink is None else self._pass()
+        how = "without an answer" if head is None else "within its answer"
+        self._fail(BrokenAnswer(str(error or f"the engine closed the connection {how}")))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._wake(self._failure)
 
     def _wake(self, error: Exception | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -317,7 +327,7 @@ class EngineConnection(asyncio.Protocol):
 
     def spoiled(self) -> bool:
         """Whether an idle connection has ended, perhaps a moment ago, before the loop saw it."""
-        if self._ended or self._transport.is_closing():
+        if self._failure is not None or self._transport.is_closing():
             return True
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
@@ -334,24 +344,8 @@ class EngineConnection(asyncio.Protocol):
 
     async def read_head(self, until: float) -> None:
         """Raises BrokenAnswer and TimeoutError."""
-        data = b""
-        try:
-            while True:
-                found = split_head(data) if data else None
-                if found is None:
-                    more = await self._more(until)
-                    if not more:
-                        raise BrokenAnswer("the engine closed the connection without an answer")
-                    data += more
-                    continue
-                head, data = read_answer(found[0], to_head=self._to_head), found[1]
-                if head.status >= 200:  # 1xx are passed over
-                    break
-            self._head = head
-            if data:
-                self._receive(data)
-        except HttpError as error:
-            raise BrokenAnswer(str(error)) from error
+        while self._head is None:
+            await self._more(until)
 
     @property
     def head(self) -> AnswerHead:
@@ -364,10 +358,9 @@ class EngineConnection(asyncio.Protocol):
         BrokenAnswer and TimeoutError."""
         body = self.head.body
         while not body.parts and not body.whole:
-            try:
-                self._receive(await self._more(until))
-            except HttpError as error:
-                raise BrokenAnswer(str(error)) from error
+            await self._more(until)
+        self._unread_bytes = 0
+        self._transport.resume_reading()
         return body.take()
 
     async def pass_on(self, sink: StreamSink, seconds: float) -> None:
@@ -376,11 +369,14 @@ class EngineConnection(asyncio.Protocol):
         Raises BrokenAnswer, and TimeoutError if nothing comes for `seconds`.
         """
         self._waiter = waiter = self._loop.create_future()
-        self._sink, self._heard = sink, self._loop.time()
+        self._sink = sink
         sink.on_drain(self._go_on)
+        self._go_on()
         self._expire_if_silent(waiter, seconds)
         try:
-            self._pass(None)
+            self._pass()
+            if self._failure is not None:
+                self._wake(self._failure)
             await waiter
         finally:
             self._silence.cancel()
@@ -391,55 +387,24 @@ class EngineConnection(asyncio.Protocol):
         """Its request is over: keep the connection if it is at the end of an answer."""
         head = self._head
         kept = head is not None and head.body.whole and head.keeps and not head.body.parts
-        # Bytes behind an answer would be taken for another client's.
         unsent = self._transport.get_write_buffer_size()  # the engine did not read its request
-        if not kept or self._unread or unsent or self._ended or self._transport.is_closing():
+        if not kept or unsent or self._failure is not None or self._transport.is_closing():
             self.close()
             return
+        self._unread_bytes = 0
         self._transport.resume_reading()
         self._pool.free(self)
 
     def close(self) -> None:
         self._pool.lost(self)
-        self._error = self._error or ConnectionAbortedError("the router closed the connection")
+        self._fail(BrokenAnswer("the router closed the connection"))
         self._transport.abort()
 
-    def _receive(self, data: bytes) -> None:
-        """Read bytes of the body; b"" means that the connection ended. Raises HttpError."""
-        head = self.head
-        body = head.body
-        if not data and not body.whole:
-            head.keeps = False
-            if not body.ends_with_connection or self._error is not None:
-                raise HttpError("the engine closed the connection within its answer")
-            body.whole = True
-        elif body.whole:
-            head.keeps = False  # these bytes would be taken for the next answer
-        else:
-            body.receive(data)
-            if body.rest:
-                head.keeps = False
-
-    def _pass(self, data: bytes | None) -> None:
-        """Pass `data` to the sink; None: pass the data that arrived before there was a sink."""
+    def _pass(self) -> None:
+        """Give the sink what has come."""
         body, sink = self.head.body, self._sink
         assert sink is not None
-        try:
-            if data is None:
-                for early in self._unread:
-                    self._receive(early)
-                self._unread.clear()
-                self._unread_bytes = 0
-                if not self._ended:
-                    self._transport.resume_reading()
-                elif not body.whole:
-                    self._receive(b"")
-            else:
-                self._heard = self._loop.time()
-                self._receive(data)
-        except HttpError as error:
-            self._wake(BrokenAnswer(str(self._error or error)))
-            return
+        self._heard = self._loop.time()
         if body.parts or body.whole:
             slow = sink.take(body.take(), body.whole)
             if slow and not body.whole:
@@ -452,8 +417,7 @@ class EngineConnection(asyncio.Protocol):
     def _go_on(self) -> None:
         """The client reads again."""
         self._paused, self._heard = False, self._loop.time()
-        if not self._ended:
-            self._transport.resume_reading()
+        self._transport.resume_reading()
 
     def _expire_if_silent(self, waiter: asyncio.Future[None], seconds: float) -> None:
         """One timer for a stream, not one for each event: it looks when the last one came."""
@@ -466,23 +430,17 @@ class EngineConnection(asyncio.Protocol):
             late = self._heard + seconds
             self._silence = self._loop.call_at(late, self._expire_if_silent, waiter, seconds)
 
-    async def _more(self, until: float) -> bytes:
-        """The next data; empty at the end. Raises TimeoutError."""
-        if not self._unread and not self._ended:
-            self._waiter = self._loop.create_future()
-            # Not asyncio.timeout, which takes several times as long.
-            late = None
-            if until != math.inf:
-                late = self._loop.call_at(until, self._wake, TimeoutError())
-            try:
-                await self._waiter
-            finally:
-                if late is not None:
-                    late.cancel()
-        if not self._unread and self._error is not None:
-            raise BrokenAnswer(str(self._error)) from self._error
-        data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
-        self._unread.clear()
-        self._unread_bytes = 0
-        self._transport.resume_reading()
-        return data
+    async def _more(self, until: float) -> None:
+        """Wait for more of the answer. Raises BrokenAnswer and TimeoutError."""
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._loop.create_future()
+        # Not asyncio.timeout, which takes several times as long.
+        late = None
+        if until != math.inf:
+            late = self._loop.call_at(until, self._wake, TimeoutError())
+        try:
+            await self._waiter
+        finally:
+            if late is not None:
+                late.cancel()

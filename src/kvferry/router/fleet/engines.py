@@ -8,14 +8,15 @@ An engine has one role or both. It is added, changed, drained and removed while 
     removed   after draining, or at once; what still runs there goes on to its end
 
 An engine goes down after `fail_after` failures in a row, of probes and requests together, or at
-once when it accepts no connection. Only probes bring it back: `recover_after` good ones in a row.
+once when it accepts no connection. A good probe ends a row of probes, an answered request ends
+both. Only probes bring an engine back: `recover_after` good ones in a row.
 After the start one good probe is enough, so that the router is ready at once.
 
 A probe can be good where requests fail. So an engine that comes back is on trial: it gets one
 request at a time, until one is answered. Answers may take minutes, so good probes raise that number
 slowly. A trial that fails takes the engine out again, each time for twice as long, up to
-`trial_seconds`. Only an engine that accepted no connection meanwhile was started again, and is used
-in full at once.
+`trial_seconds`. Only an engine whose host refused a connection meanwhile was started again, and is
+used in full at once.
 
 A plain 500 is the request's failure, not the engine's. Otherwise one bad request, tried on every
 engine, would take all engines down.
@@ -27,11 +28,9 @@ import asyncio
 import logging
 import random
 import ssl
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,9 +63,9 @@ log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
-_REMEMBERED = 5  # absences, whose median is the usual one
-# A longer absence says nothing about the next one: an operator took the engine out.
-_LONGEST_START_SECONDS = 900.0
+# An engine that was not reached for less than this, and whose host never refused a connection, was
+# only cut off: none starts as fast.
+LEAST_START_SECONDS = 15.0
 
 
 class UpstreamEngine:
@@ -85,10 +84,10 @@ class UpstreamEngine:
         self.removed = False
         self.up = False
         self.trial = 0  # up, but only for so many requests at a time; 0: not on trial
-        self.gone = False  # down, and it accepts no connection
+        self.gone = False  # down, and its host runs without it
+        self.restarted = False  # when it last came up, it was probably another process
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
-        self.away_seconds: float | None = None  # how long it was last down; None: never
         self.reason = "its first probe is pending"  # why it is down
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
@@ -97,7 +96,8 @@ class UpstreamEngine:
         self.failures = 0  # of requests and probes, since the start
         self.failed_probes = 0
         self._limits = limits
-        self._failed_in_a_row = 0
+        # In a row. A good probe says nothing about requests: only an answered one does.
+        self._bad_probes = self._bad_requests = 0
         self._good_in_a_row = limits.recover_after - 1  # the first probe counts alone
         self._trials_failed = 0  # in a row
         self._clock = clock
@@ -141,21 +141,27 @@ class UpstreamEngine:
 
     def answered(self) -> bool:
         """A request got an answer. Returns whether that ended a trial."""
-        self._failed_in_a_row = 0
+        self._bad_probes = self._bad_requests = 0
         if not self.trial:
             return False
         self.trial = self._trials_failed = 0
         log.info("%s engine %s has passed its trial", self.role, self.url)
         return True
 
-    def failed(self, reason: str, *, refused: bool = False, during: str = PROBE) -> None:
-        """A request or a probe failed. `refused`: the engine accepted no connection."""
+    def failed(
+        self, reason: str, *, refused: bool = False, cut_off: bool = False, during: str = PROBE
+    ) -> None:
+        """A request or a probe failed. `refused`: the engine accepted no connection. `cut_off`:
+        perhaps its host was not reached."""
         self.failures += 1
-        self.failed_probes += during == PROBE
         self._good_in_a_row = 0
-        self._failed_in_a_row += 1
+        if during == PROBE:
+            self.failed_probes += 1
+            self._bad_probes += 1
+        else:
+            self._bad_requests += 1
         enough = 1 if refused or self.trial else self._limits.fail_after
-        fell = self.up and self._failed_in_a_row >= enough
+        fell = self.up and self._bad_probes + self._bad_requests >= enough
         if fell:
             self.up = False
             if self.trial:
@@ -168,14 +174,14 @@ class UpstreamEngine:
             log.info(text, self.role, self.url, reason, every)
         if not self.up:
             self.reason = reason
-            self.gone = self.gone or refused
+            self.gone |= refused and not cut_off
             if self.down_since is None:
                 self.down_since = self._clock()
         if fell:
             self._changed(self, "down")
 
     def probed_well(self) -> None:
-        self._failed_in_a_row = 0
+        self._bad_probes = 0
         self._good_in_a_row += 1
         if self.up or self._good_in_a_row < self._limits.recover_after:
             if self.trial and self._good_in_a_row % self._limits.recover_after == 0:
@@ -187,10 +193,13 @@ class UpstreamEngine:
             self._trials_failed = 0
         elif away is not None and away < self._until_trial():
             return
+        late = away is not None and away >= LEAST_START_SECONDS
+        self.restarted = self.gone or late
         self.up, self.trial, self.gone = True, int(not started), False
+        self._bad_requests = 0
         self.reason = ""
         self.starts += 1
-        self.away_seconds, self.down_since = away, None
+        self.down_since = None
         after = "" if away is None else f", after {away:.1f} s"
         on_trial = " on trial" if self.trial else ""
         log.info("%s engine %s is up%s%s", self.role, self.url, on_trial, after)
@@ -291,16 +300,10 @@ class Fleet:
         self._picks = 0
         # Hears of each change, on the event loop; it must return at once.
         self.changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None
-        self._absences: dict[Role, deque[float]] = {
-            role: deque(maxlen=_REMEMBERED) for role in ROLES
-        }
         self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
-            trusting(ca_file),
-            _KEEPALIVE_SECONDS,
-            limits.connect_seconds,
-            most_kept=2 * limits.max_in_flight,
+            trusting(ca_file), _KEEPALIVE_SECONDS, limits.connect_seconds
         )
         for spec in specs:
             if not spec.is_name:
@@ -368,7 +371,6 @@ class Fleet:
         del self._engines[engine.url]
         running = f", {engine.in_flight} requests still run there" if engine.in_flight else ""
         log.info("%s engine %s is removed%s", engine.role, engine.url, running)
-        self.transport.close_idle(address_of_url(engine.url).origin)
         self._tell(engine, "removed")
 
     @contextmanager
@@ -397,11 +399,6 @@ class Fleet:
             self.remove(engine)
 
     def _tell(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
-        if kind == "up":
-            away = engine.away_seconds
-            if away is not None and away <= _LONGEST_START_SECONDS:
-                for role in engine.roles:
-                    self._absences[role].append(away)
         self.turns.stir(lambda besides: not self.some_up("decode", besides))
         self.turns.give()
         try:
@@ -430,21 +427,6 @@ class Fleet:
                 room += engine.room
         return room
 
-    def absence(self, role: Role) -> tuple[float, float | None]:
-        """Seconds until an engine should be up, and the usual absence, or None if none was seen.
-
-        An engine that is overdue may come at any moment: that is after `recover_after` probes.
-        """
-        seen = self._absences[role]
-        usual = statistics.median(seen) if seen else None
-        expected = self._limits.start_seconds if usual is None else usual
-        now = self._clock()
-        away = [now - e.down_since for e in self.with_role(role) if e.down_since is not None]
-        late = 0.0 if away else expected
-        left = min((expected - seconds for seconds in away if seconds < expected), default=late)
-        soonest = self._limits.probe_every_seconds * self._limits.recover_after
-        return max(left, soonest), usual
-
     # HTTP
 
     async def probe_all(self) -> None:
@@ -465,6 +447,7 @@ class Fleet:
                 check.cancel()
             self.transport.close()
 
+    @asynccontextmanager
     async def ask(
         self,
         engine: UpstreamEngine,
@@ -473,11 +456,13 @@ class Fleet:
         seconds: float,
         *,
         plain: bool = False,
-    ) -> Asking:
-        """An engine's answer within `seconds`: complete, or the first bytes of a stream. The caller
-        closes it. `plain`: the router reads it, so it must not be compressed.
+    ) -> AsyncIterator[Answer]:
+        """An engine's answer within `seconds`: complete, or the first bytes of a stream. `plain`:
+        the router reads it, so it must not be compressed.
 
-        Raises EngineFailure if there is no answer, or a 5xx.
+        The request counts at the engine for the time of a `with`. If the answer is incomplete then,
+        its connection is closed, and the engine aborts. Raises EngineFailure if there is no answer,
+        or a 5xx.
         """
         passed_on = asked.headers if asked.spans is None else asked.spans.passed_on(asked.headers)
         headers = [*passed_on, (b"x-request-id", asked.request_id)]
@@ -485,14 +470,13 @@ class Fleet:
             headers = [field for field in headers if field[0] != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         until = asyncio.get_running_loop().time() + seconds
-        asking = Asking(self, engine, asked)
+        held, got, rest = asked.held.bytes, None, None
+        engine.in_flight += 1
         try:
             try:
                 at = address_of_url(engine.url + asked.path)
                 got = await self.transport.ask(at, asked.method.encode(), headers, body, until)
-                asking.response = got
                 passed, status = end_to_end(got.head.headers), got.head.status
-                rest = None
                 if _is_stream(status, passed):
                     content = await got.read(until)
                     rest = partial(_pass_on, engine, got, self._limits.chunk_seconds, asked)
@@ -500,7 +484,7 @@ class Fleet:
                     content = await self._whole(engine, got, asked.held, until)
             except _TROUBLE as error:
                 raise _failure(engine, error, seconds, str(asked)) from error
-            asking.answer = answer = Answer(status, passed, content, rest)
+            answer = Answer(status, passed, content, rest)
             if not 200 <= status < 600:
                 raise EngineFailure(engine, f"HTTP {status}, which is no answer")
             if status >= 500:
@@ -509,19 +493,15 @@ class Fleet:
                 raise EngineFailure(engine, f"HTTP {status}", answer=answer)
             if engine.answered():
                 self.turns.give()  # a trial has ended
-        except BaseException:
-            asking.close()
-            raise
-        return asking
-
-    def left(self, engine: UpstreamEngine) -> None:
-        """A request at this engine has ended."""
-        engine.in_flight -= 1
-        self._remove_if_drained(engine)
-        if engine.removed:  # no later request closes what this one leaves idle
-            self.transport.close_idle(address_of_url(engine.url).origin)
-        if "decode" in engine.roles:
-            self.turns.ended()
+            yield answer
+        finally:
+            asked.held.add(held - asked.held.bytes)
+            if got is not None:
+                got.done()
+            engine.in_flight -= 1
+            self._remove_if_drained(engine)
+            if "decode" in engine.roles:
+                self.turns.ended()
 
     async def check(self, engine: UpstreamEngine) -> None:
         """Probe an engine that broke off, now: it may have died. One probe serves all requests."""
@@ -575,30 +555,6 @@ class Fleet:
             engine.failed(f"/health answered {status}")
 
 
-class Asking:
-    """A request at an engine, which counts there until it is closed.
-
-    If the answer is incomplete then, its connection is closed too, and the engine aborts.
-    """
-
-    __slots__ = ("_asked", "_engine", "_fleet", "_held_before", "answer", "response")
-
-    def __init__(self, fleet: Fleet, engine: UpstreamEngine, asked: Incoming) -> None:
-        self._fleet, self._engine, self._asked = fleet, engine, asked
-        self._held_before = asked.held.bytes
-        self.answer: Answer  # once it has come
-        self.response: EngineConnection | None = None
-        engine.in_flight += 1
-
-    def close(self) -> None:
-        held = self._asked.held
-        if held.bytes != self._held_before:
-            held.add(self._held_before - held.bytes)
-        if self.response is not None:
-            self.response.done()
-        self._fleet.left(self._engine)
-
-
 async def _pass_on(
     engine: UpstreamEngine,
     answer: EngineConnection,
@@ -631,11 +587,12 @@ def _failure(
 ) -> EngineFailure:
     """Turn an exception into an EngineFailure, and update the engine's state."""
     refused = isinstance(error, NoConnection)
+    cut_off = not isinstance(error.__cause__, ConnectionRefusedError)
     timed_out = isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
     if isinstance(error, TimeoutError):
         reason = f"silent for {seconds:g} s"
     else:
         why = "cannot connect" if refused else "no answer in time" if timed_out else "no answer"
         reason = f"{why}: {error}".removesuffix(": ")
-    engine.failed(reason, refused=refused, during=during)
+    engine.failed(reason, refused=refused, cut_off=cut_off, during=during)
     return EngineFailure(engine, reason, delivered=not refused, timed_out=timed_out)

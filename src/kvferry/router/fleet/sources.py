@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import logging
 import tomllib
@@ -37,7 +36,7 @@ from kvferry.router.fleet.engines import Fleet
 from kvferry.router.keys import warn_if_readable
 
 log = logging.getLogger(__name__)
-Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
+Resolve = Callable[[str], Awaitable[Iterable[str]]]
 _OPTIONS = {
     "fleet": "--fleet",
     "api_keys": "--api-keys",
@@ -93,7 +92,7 @@ class Sources:
 
     def __init__(self, fleet: Fleet, limits: Limits, resolve: Resolve | None = None) -> None:
         self.files: list[WatchedFile] = []
-        self.names = DnsNames(fleet, limits, resolve or addresses_to_dial)
+        self.names = DnsNames(fleet, limits, resolve or addresses)
         self._fleet = fleet
         self._limits = limits
 
@@ -140,10 +139,8 @@ class Sources:
         )
 
     async def _look(self) -> None:
-        before = sum(file.used for file in self.files)
-        for file in self.files:
-            file.look()
-        if sum(file.used for file in self.files) != before:
+        used = [file.look() for file in self.files]
+        if any(used):
             await self.names.refresh()
 
     async def _every(self, seconds: float, do: Callable[[], Awaitable[None]]) -> None:
@@ -182,8 +179,9 @@ class WatchedFile:
         self.used += 1
         self.problem = ""
 
-    def look(self) -> None:
-        """Read the file again. A file that cannot be used changes nothing."""
+    def look(self) -> bool:
+        """Read the file again. A file that cannot be used changes nothing. Returns whether its
+        contents are used anew."""
         used, before = self.used, (self._digest, self.problem)
         try:
             self.read()
@@ -196,6 +194,7 @@ class WatchedFile:
                 )
         if self.used != used:
             log.info("%s was read again", self.path)
+        return self.used != used
 
 
 def read_fleet(data: bytes, path: Path) -> list[EngineSpec]:
@@ -245,10 +244,10 @@ class DnsNames:
         await asyncio.gather(*(self._refresh(spec) for spec in self._names.values()))
 
     async def _refresh(self, spec: EngineSpec) -> None:
-        host, port = spec.name_and_port()
+        host, _ = spec.name_and_port()
         lookup = self._lookups.get(spec.url)
         if lookup is None:
-            lookup = self._lookups[spec.url] = asyncio.ensure_future(self._resolve(host, port))
+            lookup = self._lookups[spec.url] = asyncio.ensure_future(self._resolve(host))
             lookup.add_done_callback(lambda done: self._lookups.pop(spec.url, None))
         try:
             # A lookup cannot be stopped. The next one waits for it, so there is one for each name.
@@ -275,9 +274,3 @@ class DnsNames:
             if there is None or there.spec.source == spec.url or there.draining == "remove":
                 wanted.append(one)  # else it has another source, which keeps it
         reconcile(self._fleet, spec.url, wanted)
-
-
-async def addresses_to_dial(host: str, port: int) -> list[str]:
-    """All addresses of a name that mean the same on every host."""
-    found = await addresses(host)
-    return [text for text in found if not ipaddress.ip_address(text).is_link_local]
