@@ -13,7 +13,7 @@ kept. All cases take turns in one run, so that other programs slow all of them d
     cost, token ids     the router reads the prompt, looks up who holds it, and compares all ways
     cost, text          and asks the engine for the tokens of every prompt first
 
-Every second prompt begins as an earlier one did.
+Every second prompt begins as an earlier one did. No two are equal, so nothing is remembered.
 `router ms` is the processor time of the router's process for one request with all its events, which
 a busy machine does not change much.
 

@@ -22,6 +22,7 @@ from kvferry.router.cache.index import Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,
+    AskedPrompt,
     LocalTokenizer,
     PromptChains,
 )
@@ -124,7 +125,10 @@ async def ask(
 ) -> PromptChain | None:
     headers = [(b"authorization", key)] if key else []
     fields = Generation(json.dumps(body).encode()).fields
-    return await prompts.chain(engine.url, path, fields, headers)
+    found = prompts.at_once(engine.url, path, fields)
+    if isinstance(found, AskedPrompt):
+        return await prompts.chain(engine.url, found, headers)
+    return found
 
 
 def same(chain: PromptChain | None, text: str, namespace: Namespace = USUAL) -> bool:
@@ -183,7 +187,7 @@ async def test_token_ids_need_no_engine_but_its_models(
     assert same(await ask(prompts, engine, prompt=letters), "hello")
     assert same(await ask(prompts, engine, prompt=letters), "hello")
     assert [path for path, _ in engine.seen] == ["/v1/models"]
-    assert prompts.counts["ids"] == 2
+    assert (prompts.counts["ids"], prompts.known_tokens) == (2, 0)  # not worth remembering
     assert await ask(prompts, engine, prompt=[1, -5]) is None
 
 
@@ -225,6 +229,27 @@ async def test_adapters_and_salts_are_namespaces(engine: Engine, prompts: Prompt
 
 
 @with_engine
+async def test_a_prompt_is_remembered(engine: Engine, prompts: PromptChains) -> None:
+    for stream in (False, True):
+        assert same(await ask(prompts, engine, prompt="hello", stream=stream), "hello")
+    assert engine.asked(f"{COMPLETION}/render") == 1
+    assert (prompts.counts["asked"], prompts.counts["remembered"]) == (1, 1)
+    await ask(prompts, engine, prompt="hello", add_special_tokens=False)
+    assert engine.asked(f"{COMPLETION}/render") == 2
+
+
+@with_engine
+async def test_an_answer_of_an_engine_that_was_forgotten_is_not_remembered(
+    engine: Engine, prompts: PromptChains
+) -> None:
+    asking = asyncio.create_task(ask(prompts, engine, prompt="hello"))
+    while not engine.asked(f"{COMPLETION}/render"):
+        await asyncio.sleep(0)
+    prompts.forget(engine.url)
+    assert same(await asking, "hello") and prompts.known_tokens == 0
+
+
+@with_engine
 async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine: Engine, prompts: PromptChains
 ) -> None:
@@ -232,6 +257,7 @@ async def test_an_engine_that_restarts_may_have_another_tokenizer(
     engine.script = [b'[{"token_ids": [120]}]']  # of a new version of the model
     prompts.forget(engine.url)
     assert same(await ask(prompts, engine, prompt="hello"), "x")
+    assert prompts.counts["remembered"] == 0 and prompts.known_tokens == 1 + 256
 
 
 @with_engine
@@ -298,8 +324,9 @@ async def test_what_a_client_writes_is_no_failure_of_the_router_or_of_an_engine(
     messages = json.dumps(HELLO).encode()
     for kwargs in (b"5", b"[1]", b'"abc"', b'{"a": 1e999}'):
         body = b'{"messages": %b, "chat_template_kwargs": %b}' % (messages, kwargs)
-        fields = Generation(body).fields
-        assert await prompts.chain(engine.url, CHAT, fields, []) is None, kwargs
+        found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
+        assert isinstance(found, AskedPrompt)
+        assert await prompts.chain(engine.url, found, []) is None, kwargs
     assert prompts.counts["unsupported"] == 4 and not prompts.counts["failed"]
 
     prompts._tokenizer = local = LocalTokenizer.__new__(LocalTokenizer)  # without a model
@@ -320,10 +347,11 @@ async def test_values_that_are_nested_too_deeply_are_the_clients_fault(
         nested = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
         body = b'{"messages": [{"content": "x"}], "chat_template_kwargs": %b}' % nested
         try:
-            fields = Generation(body).fields
+            found = prompts.at_once(engine.url, CHAT, Generation(body).fields)
         except ApiError:
             break
-        await prompts.chain(engine.url, CHAT, fields, [])
+        assert isinstance(found, AskedPrompt)
+        await prompts.chain(engine.url, found, [])
     assert not prompts.counts["failed"]  # other versions of Python have another limit
 
 
@@ -366,6 +394,24 @@ def test_an_engine_that_is_silent_or_gone_costs_little() -> None:
             assert await ask(prompts, engine, prompt=text) is None
         assert prompts.counts["failed"] == 4
         prompts.close()
+
+    asyncio.run(inside())
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    async def inside() -> None:
+        engine = Engine()
+        async with serving(engine) as client:
+            prompts = PromptChains(client, seconds=PATIENCE_SECONDS, most_tokens=3000)
+            for n in range(30):
+                assert await ask(prompts, engine, prompt=f"{n:100}") is not None
+                assert await ask(prompts, engine, prompt=f"{0:100}") is not None
+            assert prompts.known_tokens // 356 == 3000 // 356
+            assert prompts.counts["remembered"] == 30 and prompts.known_tokens <= 3000
+            # one that is too large is not remembered, and leaves no trace
+            assert await ask(prompts, engine, prompt="x" * 5000) is not None
+            assert prompts.known_tokens == 0
+            prompts.close()
 
     asyncio.run(inside())
 

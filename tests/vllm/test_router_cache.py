@@ -32,6 +32,7 @@ from kvferry.router.cache.index import CacheIndex, Namespace, PromptChain
 from kvferry.router.cache.prompts import (
     CHAT,
     COMPLETION,
+    AskedPrompt,
     LocalTokenizer,
     PromptChains,
     _TokenSource,
@@ -171,7 +172,8 @@ def test_prompts_are_tokenized_as_the_engine_does(tmp_path: Path) -> None:
 async def _chain(
     prompts: PromptChains, url: str, path: str, fields: dict[str, Any]
 ) -> PromptChain | None:
-    return await prompts.chain(url, path, fields, [])
+    found = prompts.at_once(url, path, fields)
+    return await prompts.chain(url, found, []) if isinstance(found, AskedPrompt) else found
 
 
 async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> None:
@@ -228,7 +230,7 @@ async def _ask_and_compare(engine: Engine, model: Path, source: EventSource) -> 
                         await asyncio.sleep(0.01)
                     await asyncio.sleep(0.2)  # for what the last tokens fill
         assert cached > 1000
-        assert (rendered.counts["asked"], rendered.counts["ids"]) == (2 * len(asked) - 2, 2)
+        assert rendered.counts["asked"] == len(asked) - 1 and rendered.counts["remembered"] >= 7
     finally:
         for prompts in ways:
             prompts.close()

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from kvferry.router.api import EngineSpec, Generation, Headers, RouterConfig
 from kvferry.router.cache.events import EventSource, EventStreams
 from kvferry.router.cache.index import CacheIndex, PromptChain
-from kvferry.router.cache.prompts import LocalTokenizer, PromptChains
+from kvferry.router.cache.prompts import AskedPrompt, LocalTokenizer, PromptChains
 from kvferry.router.choice import Decision, EngineView, Holding, PromptView, Role, place
 from kvferry.router.fleet.connections import BrokenAnswer, NoConnection, address_of_url
 from kvferry.router.fleet.engines import ChangeKind, Fleet, UpstreamEngine
@@ -106,7 +106,10 @@ class Placer:
         """One request's placement, with its tokens if these are to be had."""
         chain: PromptChain | None = None
         if self.by_cost and (asked := self._any_engine()) is not None:
-            chain = await self.prompts.chain(asked.url, path, wanted.fields, headers)
+            found = self.prompts.at_once(asked.url, path, wanted.fields)
+            if isinstance(found, AskedPrompt):
+                found = await self.prompts.chain(asked.url, found, headers)
+            chain = found
         output_tokens = self.meters.output_tokens(wanted.max_tokens())
         return RequestWay(self, chain, len(wanted.body), output_tokens, wanted.streamed)
 

@@ -9,10 +9,10 @@
 An adapter's name in `model` (engines say at `/v1/models` which names are adapters) and a
 `cache_salt` are part of the prompt's namespace.
 
-Requests wait for tokens no longer than `seconds`. An engine that fails several times in a row is
-not asked for a while. In all these cases, and for images, embeddings, several prompts in one
-request, more than 4 MiB of text and more than 8 MiB of token ids, there is no chain: the request is
-placed without a view of its prefix, and never refused.
+The tokens of a prompt are remembered. Requests wait for them no longer than `seconds`. An engine
+that fails several times in a row is not asked for a while. In all these cases, and for images,
+embeddings, several prompts in one request, more than 4 MiB of text and more than 8 MiB of token
+ids, there is no chain: the request is placed without a view of its prefix, and never refused.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 COUNTED = (
     "ids",  # the request has token ids
+    "remembered",
     "asked",
     "local",  # tokenized here
     "unsupported",  # such as images
@@ -88,59 +90,74 @@ class PromptChains:
         *,
         tokenizer: LocalTokenizer | None = None,
         seconds: float = 1.0,
+        most_tokens: int = 8_000_000,
         most_asked: int = 64,
     ) -> None:
-        """`most_asked` prompts are asked for at one time."""
+        """`most_tokens` are remembered, of all prompts, at about 8 bytes each; `most_asked` prompts
+        are asked for at one time."""
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self._transport = transport
         self._tokenizer = tokenizer
         self._seconds = seconds
+        self._most_tokens = most_tokens
         self._most_asked = most_asked
         self._engines: dict[str, _TokenSource] = {}
+        self._known: OrderedDict[bytes, PromptChain] = OrderedDict()  # last used last
+        self.known_tokens = 0
         self._asking = 0  # prompts
 
-    async def chain(
-        self, url: str, path: str, fields: Mapping[str, msgspec.Raw], headers: Headers
-    ) -> PromptChain | None:
-        """The chain of a request's prompt; None if there is none in time. The engine at `url`
-        serves the request's model. It may want the Authorization of the request's `headers`."""
+    def at_once(
+        self, engine: str, path: str, fields: Mapping[str, msgspec.Raw]
+    ) -> PromptChain | AskedPrompt | None:
+        """The chain of a request's prompt, or what `chain` needs to find it; None: there is none.
+        `engine`, by its URL, serves the request's model; `fields` are the request's."""
         try:
             asked = AskedPrompt(path, fields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._without("unsupported")
         if not asked.supported:
             return self._without("unsupported")
-        engine = self._engines.setdefault(url, _TokenSource(url))
-        namespace, token_ids = engine.namespace(asked), asked.token_ids
-        how = "ids" if token_ids is not None else "local" if self._tokenizer else "asked"
-        if namespace is None or token_ids is None:
-            if self._asking >= self._most_asked:
-                return self._without("busy")
-            if time.monotonic() < engine.paused_until:
-                return self._without("failed")
-            self._asking += 1
+        ids = asked.token_ids
+        if ids is not None and (namespace := self._engine(engine).namespace(asked)) is not None:
+            # Not remembered: to find them again would take as long as to make the chain again.
             try:
-                namespace, token_ids = await self._find(engine, asked, headers)
-            except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as e:
-                engine.failed(f"{type(e).__name__}: {e}".removesuffix(": "))
-                return self._without("failed")
-            except ValueError:  # the request's fault: the engine will say so
+                chain = PromptChain(namespace, ids)
+            except ValueError:
                 return self._without("unsupported")
-            finally:
-                self._asking -= 1
-            engine.failures = 0
-        try:
-            if namespace is None or token_ids is None:
-                return self._without("unsupported")
-            chain = PromptChain(namespace, token_ids)
-        except ValueError:
+            self.counts["ids"] += 1
+            return chain
+        size = sum(memoryview(raw).nbytes for raw in asked.fields.values())
+        if ids is None and size > _MOST_TEXT_BYTES:
             return self._without("unsupported")
-        self.counts[how] += 1
-        return chain
+        asked.key = asked.digest()
+        known = self._known.get(asked.key)
+        if known is None:
+            return asked
+        self._known.move_to_end(asked.key)
+        self.counts["remembered"] += 1
+        return known
+
+    async def chain(self, engine: str, asked: AskedPrompt, headers: Headers) -> PromptChain | None:
+        """The chain of a prompt; None if there is none in time. The engine may want the
+        Authorization of the request's headers."""
+        until = asyncio.get_running_loop().time() + self._seconds
+        if self._asking >= self._most_asked:
+            return self._without("busy")
+        if time.monotonic() < self._engine(engine).paused_until:
+            return self._without("failed")
+        authorization = [(k, v) for k, v in headers if k == b"authorization"]
+        self._asking += 1
+        try:
+            return await self._find(engine, asked, authorization, until)
+        finally:
+            self._asking -= 1
 
     def forget(self, engine: str) -> None:
-        """An engine restarted or is gone. It may serve other models now."""
+        """An engine restarted or is gone. It may serve other models now, and an equal name may
+        stand for another tokenizer, so nothing is remembered."""
         self._engines.pop(engine, None)
+        self._known.clear()
+        self.known_tokens = 0
 
     def close(self) -> None:
         if self._tokenizer is not None:
@@ -150,23 +167,49 @@ class PromptChains:
         self.counts[why] += 1
         return None
 
+    def _engine(self, url: str) -> _TokenSource:
+        return self._engines.setdefault(url, _TokenSource(url))
+
     async def _find(
-        self, engine: _TokenSource, asked: AskedPrompt, headers: Headers
-    ) -> tuple[Namespace | None, list[int] | None]:
-        """None for what there is not."""
-        until = asyncio.get_running_loop().time() + self._seconds
-        headers = [(k, v) for k, v in headers if k == b"authorization"]
-        namespace = engine.namespace(asked)
-        if namespace is None:
-            await self._look_at_models(engine, headers, until)
+        self, url: str, asked: AskedPrompt, headers: Headers, until: float
+    ) -> PromptChain | None:
+        engine = self._engine(url)
+        how = "ids" if asked.token_ids is not None else "local" if self._tokenizer else "asked"
+        try:
             namespace = engine.namespace(asked)
-        # Without a namespace, a 404 would be taken for an engine that has no such route.
-        if namespace is None or asked.token_ids is not None:
-            return namespace, asked.token_ids
-        if self._tokenizer is None:
-            return namespace, await self._ask(engine, asked, headers, until)
-        async with asyncio.timeout_at(until):
-            return namespace, await self._tokenizer.tokens(asked)
+            if namespace is None:
+                await self._look_at_models(engine, headers, until)
+                namespace = engine.namespace(asked)
+            if namespace is None:  # its 404 would be taken for an engine that has no such route
+                return self._without("unsupported")
+            if asked.token_ids is not None:
+                token_ids: list[int] | None = asked.token_ids
+            elif self._tokenizer is not None:
+                async with asyncio.timeout_at(until):
+                    token_ids = await self._tokenizer.tokens(asked)
+            else:
+                token_ids = await self._ask(engine, asked, headers, until)
+            if token_ids is None:
+                return self._without("unsupported")
+            chain = PromptChain(namespace, token_ids)
+        except (NoConnection, BrokenAnswer, TimeoutError, msgspec.DecodeError, _Broken) as error:
+            engine.failed(f"{type(error).__name__}: {error}".removesuffix(": "))
+            return self._without("failed")
+        except ValueError:  # the request's fault: the engine will say so
+            return self._without("unsupported")
+        engine.failures = 0
+        self.counts[how] += 1
+        kept = self._engines.get(url) is engine  # was not forgotten meanwhile
+        if asked.token_ids is None and kept and asked.key not in self._known:
+            self._remember(asked.key, chain)
+        return chain
+
+    def _remember(self, key: bytes, chain: PromptChain) -> None:
+        self._known[key] = chain
+        self.known_tokens += chain.tokens + _CHAIN_TOKENS
+        while self.known_tokens > self._most_tokens:
+            _, oldest = self._known.popitem(last=False)
+            self.known_tokens -= oldest.tokens + _CHAIN_TOKENS
 
     async def _look_at_models(self, engine: _TokenSource, headers: Headers, until: float) -> None:
         now = time.monotonic()
@@ -336,11 +379,12 @@ class _Broken(Exception):
 class AskedPrompt:
     """The prompt of a request, before it is tokenized."""
 
-    __slots__ = ("fields", "model", "path", "salt", "supported", "token_ids", "truncated")
+    __slots__ = ("fields", "key", "model", "path", "salt", "supported", "token_ids", "truncated")
 
     def __init__(self, path: str, every: Mapping[str, msgspec.Raw]) -> None:
         """`every`: all fields of the request. Raises msgspec.DecodeError."""
         self.path = path
+        self.key = b""
         self.fields = {
             name: value for name in _FIELDS if (value := every.get(name)) and bytes(value) != _NULL
         }
@@ -359,9 +403,14 @@ class AskedPrompt:
             self.supported &= self._one_prompt()
         else:
             self.supported = False
-        if self.token_ids is None:
-            size = sum(memoryview(raw).nbytes for raw in self.fields.values())
-            self.supported &= size <= _MOST_TEXT_BYTES
+
+    def digest(self) -> bytes:
+        """Equal for requests whose prompts have equal tokens and caches."""
+        hashed = blake2b(repr((self.path, self.salt)).encode("utf-8", "surrogatepass"))
+        for name, raw in self.fields.items():
+            hashed.update(b"%b %d " % (name.encode(), memoryview(raw).nbytes))
+            hashed.update(raw)
+        return hashed.digest()
 
     def value(self, name: str) -> Any:
         raw = self.fields.get(name)
@@ -431,3 +480,4 @@ class _Tokenized(msgspec.Struct):
 
 
 _NULL = b"null"
+_CHAIN_TOKENS = 256  # what a chain without tokens takes
