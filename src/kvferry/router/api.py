@@ -275,7 +275,7 @@ class Limits:
     chunk_seconds: float = 120.0  # between two chunks of a stream
     wait_seconds: float = 5.0  # for a decode engine to come up, where none is
     queue_seconds: float = 30.0  # in the line, while all decode engines are at their limit
-    start_seconds: float = 30.0  # in which a lost engine should be back: Retry-After of a 503
+    start_seconds: float = 30.0  # until a lost engine is back, while the router has not seen any
     drain_seconds: float = 30.0  # for requests in flight when the router is told to stop
 
     tokenize_seconds: float = 1.0  # for an engine to tokenize a prompt; then it is placed by load

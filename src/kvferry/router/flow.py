@@ -23,7 +23,8 @@ What happens when an engine fails before the first byte to the client:
     all decode engines are busy     the request waits in line (`Turns`) up to `queue_seconds`; then
                                     429, with the time after which it should have its turn
     no decode engine is up          the request waits up to `wait_seconds` for one, also for one
-                                    that failed it and has started again; then 503
+                                    that failed it and has started again; then 503, with the
+                                    time after which an engine should be back
     all tries fail                  the engine's own 5xx if there was one; else 504 if it was
                                     silent, 502 if it broke off and is still up
     any engine answers 4xx          the client gets that answer
@@ -585,7 +586,7 @@ class _Trip:
         fleet = self._fleet
         gone = failure is not None and failure.broke_off and not fleet.some_up("decode")
         if failure is None or not failure.delivered or gone:
-            seconds = self._limits.start_seconds
+            seconds, usual = fleet.absence("decode")
             absent = [engine for engine in fleet.with_role("decode") if not engine.open]
             if not fleet.with_role("decode"):
                 message = "the fleet has no decode engine; add one: "
@@ -600,6 +601,8 @@ class _Trip:
             why = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_FEW))
             message = f"no decode engine is up{f' ({why})' * bool(why)}; "
             message += "/health of the router names them; "
+            if usual is not None:
+                message += f"a lost one usually is back after {usual:.0f} s; "
             message += f"ask again in {seconds:.0f} s"
             raise ApiError(503, "no_decode_engine", message, seconds)
         if failure.timed_out:

@@ -28,7 +28,9 @@ import asyncio
 import logging
 import random
 import ssl
+import statistics
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -63,9 +65,12 @@ log = logging.getLogger(__name__)
 ChangeKind = Literal["added", "changed", "draining", "removed", "up", "down"]
 AfterDrain = Literal["remove", "stay"]
 PROBE = "probe"  # during which an engine may fail, besides requests
+_REMEMBERED = 5  # absences, whose median is the usual one
 # An engine that was not reached for less than this, and whose host never refused a connection, was
 # only cut off: none starts as fast.
 LEAST_START_SECONDS = 15.0
+# A longer absence says nothing about the next one: an operator took the engine out.
+_LONGEST_START_SECONDS = 900.0
 
 
 class UpstreamEngine:
@@ -88,6 +93,7 @@ class UpstreamEngine:
         self.restarted = False  # when it last came up, it was probably another process
         self.starts = 0  # how often it came up
         self.down_since: float | None = None  # while it is down
+        self.away_seconds: float | None = None  # how long it was last down; None: never
         self.reason = "its first probe is pending"  # why it is down
         self.in_flight = 0
         self.reserved = 0  # requests that will come here when another engine has prefilled
@@ -199,7 +205,7 @@ class UpstreamEngine:
         self._bad_requests = 0
         self.reason = ""
         self.starts += 1
-        self.down_since = None
+        self.away_seconds, self.down_since = away, None
         after = "" if away is None else f", after {away:.1f} s"
         on_trial = " on trial" if self.trial else ""
         log.info("%s engine %s is up%s%s", self.role, self.url, on_trial, after)
@@ -300,6 +306,9 @@ class Fleet:
         self._picks = 0
         # Hears of each change, on the event loop; it must return at once.
         self.changed: Callable[[UpstreamEngine, ChangeKind], None] = lambda engine, kind: None
+        self._absences: dict[Role, deque[float]] = {
+            role: deque(maxlen=_REMEMBERED) for role in ROLES
+        }
         self._probing: asyncio.TaskGroup | None = None  # while the router runs
         self._checks: dict[UpstreamEngine, asyncio.Task[None]] = {}
         self.transport = EngineTransport(
@@ -399,6 +408,11 @@ class Fleet:
             self.remove(engine)
 
     def _tell(self, engine: UpstreamEngine, kind: ChangeKind) -> None:
+        if kind == "up":
+            away = engine.away_seconds
+            if away is not None and away <= _LONGEST_START_SECONDS:
+                for role in engine.roles:
+                    self._absences[role].append(away)
         self.turns.stir(lambda besides: not self.some_up("decode", besides))
         self.turns.give()
         try:
@@ -426,6 +440,21 @@ class Fleet:
             if engine.up and "decode" in engine.spec.roles and engine not in besides:
                 room += engine.room
         return room
+
+    def absence(self, role: Role) -> tuple[float, float | None]:
+        """Seconds until an engine should be up, and the usual absence, or None if none was seen.
+
+        An engine that is overdue may come at any moment: that is after `recover_after` probes.
+        """
+        seen = self._absences[role]
+        usual = statistics.median(seen) if seen else None
+        expected = self._limits.start_seconds if usual is None else usual
+        now = self._clock()
+        away = [now - e.down_since for e in self.with_role(role) if e.down_since is not None]
+        late = 0.0 if away else expected
+        left = min((expected - seconds for seconds in away if seconds < expected), default=late)
+        soonest = self._limits.probe_every_seconds * self._limits.recover_after
+        return max(left, soonest), usual
 
     # HTTP
 
