@@ -8,6 +8,7 @@ values that a prefill must not see, so fields that only the engine understands p
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from kvferry.errors import DescriptionError, KvferryError
 from kvferry.net.names import at_port
 from kvferry.router.choice import Role
 
+log = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -242,6 +244,7 @@ _TCP_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[\w.-]+):(\d{1,5})", r
 _URL = re.compile(r"[!-~]+")
 _LEAST_WEIGHT = 0.001
 COMMAND_LINE = "the command line"  # as a source of engines
+_WITHOUT_EFFECT = ("max_engines",)  # limits of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,9 @@ class Limits:
         given = {}
         for text in texts:
             name, _, value = text.partition("=")
+            if name in _WITHOUT_EFFECT:
+                log.warning("the limit %s has no effect any more", name)
+                continue
             if name not in kinds:
                 names = ", ".join(kinds)
                 raise DescriptionError(f"{name!r} is no limit of the router; there are: {names}")
