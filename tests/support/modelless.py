@@ -1,10 +1,13 @@
 """An engine without a model: vLLM's real scheduler and block pool, our connector, real transfers.
 
-The "model" writes eight bytes for each token it computes, made from the token and its place, into
-the slot that vLLM's block table names; the next token is a checksum of all bytes of the sequence
-as they lie in memory. So a cache that did not come whole, or came from another prompt, shows in the
+The "model" writes eight bytes for each token it computes, made from all tokens up to it, into the
+slot that vLLM's block table names; the next token is a checksum of all bytes of the sequence as
+they lie in memory. So a cache that did not come whole, or came from another prompt, shows in the
 next token, and a step takes a millisecond. Only the model is missing: requests are scheduled,
 preempted, held and freed by vLLM, and bytes move by our carriers.
+
+`step` does what vLLM's engine core does in one turn of its loop. So an engine that vLLM takes for
+idle does not step.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +31,7 @@ from vllm.config import (
     ModelConfig,
     ObservabilityConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -44,7 +49,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -70,22 +75,23 @@ MODEL = CacheModel("modelless", (Group("g", (0,), (Component("k", 1, (TOKEN_BYTE
 init_none_hash(sha256)
 
 
-def token_bytes(token: int, position: int) -> np.ndarray:
-    return np.frombuffer(zlib.crc32(f"{token} {position}".encode()).to_bytes(8), dtype=np.uint8)
+def cached(tokens: list[int]) -> list[bytes]:
+    """What each token leaves in the cache."""
+    chain = accumulate(tokens, lambda before, token: zlib.crc32(f"{token}".encode(), before), initial=1)
+    return [one.to_bytes(TOKEN_BYTES) for one in chain][1:]
+
+
+def said(cache: list[bytes], window: int = 0) -> int:
+    """The token that any engine says after these bytes."""
+    return zlib.crc32(b"".join(cache[window and max(0, len(cache) - window + 1) :])) % 1000
 
 
 def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
     """What any engine must answer, computed without one."""
     tokens = list(prompt)
     for _ in range(count):
-        cache = b"".join(token_bytes(t, p).tobytes() for p, t in in_window(tokens, window))
-        tokens.append(zlib.crc32(cache) % 1000)
+        tokens.append(said(cached(tokens), window))
     return tokens[len(prompt) :]
-
-
-def in_window(tokens: list[int], window: int) -> list[tuple[int, int]]:
-    """The tokens that the next one reads, with their positions."""
-    return list(enumerate(tokens))[max(0, len(tokens) - window + 1) if window else 0 :]
 
 
 def child(name: str, **extra: Any) -> dict[str, Any]:
@@ -116,6 +122,11 @@ class Modelless:
         dcp: int = 1,
         window: int = 0,
         longest: int = 512,
+        drafts: int = 0,
+        caching: bool = True,
+        slots: int = 16,
+        batched: int = 64,
+        order: str = "fcfs",
         **extra: Any,
     ) -> None:
         """`children`: of a MultiConnector; those that are not ours must need no device.
@@ -124,6 +135,10 @@ class Modelless:
         bytes of it.
 
         `window`: of the only layer. `longest`: tokens of a request.
+
+        `drafts`: tokens that the model guesses in each step, some of them wrong. `caching`: of
+        prefixes. `slots`: requests that run at a time. `batched`: tokens of a step; longer prompts
+        come in chunks. `order`: in which vLLM schedules requests.
 
         `pcp`: prefill context parallel ranks. Each is a worker with the whole cache, or, where
         `dcp` is more than 1, with each `dcp`th token. All `tp` ranks have the same head.
@@ -138,15 +153,16 @@ class Modelless:
                 model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=longest
             ),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
-                max_num_batched_tokens=64,  # longer prompts come in chunks
+                max_num_seqs=slots,
+                max_num_batched_tokens=batched,
+                policy=order,
                 max_model_len=longest,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 # for in-tree children
                 disable_hybrid_kv_cache_manager=not states and not window,
             ),
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=not states),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=caching and not states),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector,
                 kv_connector_module_path=module,
@@ -160,6 +176,14 @@ class Modelless:
         )
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.async_scheduling = asynchronous  # vLLM has none on a CPU
+        if drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                prompt_lookup_max=4,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
         config.parallel_config.tensor_parallel_size = tp
         config.parallel_config.prefill_context_parallel_size = pcp
         config.parallel_config.decode_context_parallel_size = dcp
@@ -218,6 +242,13 @@ class Modelless:
         self._hasher = get_request_block_hasher(block_size * dcp, sha256)
         self._in_flight: list[tuple[Any, Any]] = []
         self._asynchronous = asynchronous
+        self._drafts = drafts
+        self._known: dict[str, list[int]] = {}  # tokens that the model was told or sampled
+        self._guesses: dict[str, list[int]] = {}  # of the next tokens
+        # Of each step in flight, by request and its preemptions: drafts that were wrong. vLLM's
+        # asynchronous scheduler counts them as computed until it hears of them.
+        self._rejected: list[dict[tuple[str, int], int]] = []
+        self.leaving: list[str] = []  # requests to be aborted while the next step runs
 
     def _fill(self, worker: FerryWorker, place: CacheRank, blocks: int, memory: np.ndarray) -> None:
         """Give a worker an array of ours for a cache."""
@@ -271,12 +302,25 @@ class Modelless:
 
     # Requests
 
-    def add(self, request_id: str, prompt: list[int], count: int = 1, **params: Any) -> Request:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        count: int = 1,
+        *,
+        priority: int = 0,
+        uncached: bool = False,
+        **params: Any,
+    ) -> Request:
+        """`uncached`: its prompt is computed whole, as where its logprobs are wanted."""
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        sampling.skip_reading_prefix_cache = uncached
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=count, ignore_eos=True),
+            sampling_params=sampling,
             pooling_params=None,
+            priority=priority,
             block_hasher=self._hasher,
         )
         request.kv_transfer_params = params or None
@@ -287,12 +331,21 @@ class Modelless:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def step(self) -> None:
-        """One step; an asynchronous scheduler is told of it one step later."""
-        scheduled = self.scheduler.schedule()
-        self._in_flight.append((scheduled, self._compute(scheduled)))
-        if not self._asynchronous or len(self._in_flight) > 1:
-            self._report(*self._in_flight.pop(0))
+    def step(self, *, throttle: bool = False) -> None:
+        """One turn of vLLM's loop, unless the engine is idle; an asynchronous scheduler is told of
+        a step one step later. `throttle`: other data-parallel ranks compute no prefills now."""
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule(throttle)
+            self._in_flight.append((scheduled, self._compute(scheduled)))
+            if len(self._in_flight) <= self._asynchronous and (
+                scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
+                return
+        elif not self._in_flight:
+            return
+        while self.leaving:
+            self.abort(self.leaving.pop())
+        self._report(*self._in_flight.pop(0))
 
     def _report(self, scheduled: Any, output: Any) -> None:
         outputs = self.scheduler.update_from_output(scheduled, output)
@@ -305,31 +358,21 @@ class Modelless:
                     self.ended[one.request_id] = one.finish_reason
                 if one.kv_transfer_params:
                     self.params[one.request_id] = one.kv_transfer_params
+        rejected = self._rejected.pop(0)
+        if self._drafts and not self._asynchronous and rejected:
+            names = [name for name, _ in rejected]
+            guesses = [list(self._guesses.get(name, ())) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
 
     def _compute(self, scheduled: Any) -> ModelRunnerOutput:
         for side in self.worker_sides:
             side.handle_preemptions(scheduled.kv_connector_metadata)
             side.bind_connector_metadata(scheduled.kv_connector_metadata)
-        sampled = {}
-        for request_id, count in scheduled.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            end = request.num_computed_tokens  # vLLM counts what it scheduled as computed
-            tokens = [*request.prompt_token_ids, *self._own(request)]
-            for position in range(end - count, end):
-                for slot in self._slots(table, position):
-                    slot[:] = token_bytes(tokens[position], position)
-            if end >= len(tokens):
-                read = []
-                for position, _ in in_window(tokens[:end], self.window):
-                    first, *copies = (x.tobytes() for x in self._slots(table, position))
-                    assert all(copy == first for copy in copies), "replicas differ"
-                    read.append(first)
-                cache = b"".join(read)
-                sampled[request_id] = [zlib.crc32(cache) % 1000]
-                self._history.setdefault(request_id, []).append(sampled[request_id][0])
-            else:
-                sampled[request_id] = []
+        self._rejected.append({})
+        sampled = {
+            request_id: self._run(scheduled, self.scheduler.requests[request_id], count)
+            for request_id, count in scheduled.num_scheduled_tokens.items()
+        }
         return ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={r: i for i, r in enumerate(sampled)},
@@ -363,13 +406,51 @@ class Modelless:
         side.clear_connector_metadata()
         return output
 
-    @property
-    def _history(self) -> dict[str, list[int]]:
-        """Tokens the model sampled, also those that the scheduler has not heard of yet."""
-        return self.__dict__.setdefault("_sampled", {})
+    def _run(self, scheduled: Any, request: Request, count: int) -> list[int]:
+        """Compute `count` tokens of a request. Returns the tokens that were sampled after them."""
+        name, told = request.request_id, list(request.all_token_ids)
+        known = told + self._known.get(name, [])[len(told) :]
+        life = (name, request.num_preemptions)
+        # vLLM counts what it scheduled as computed
+        end = request.num_computed_tokens - sum(step.get(life, 0) for step in self._rejected)
+        drafts = list(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        if self._asynchronous and drafts:  # the scheduler knows only how many there are
+            guesses = self._guesses.get(name, [])
+            drafts = [*guesses, *[-1] * len(drafts)][: len(drafts)]
+        tokens = known[: end - len(drafts)] + drafts
+        assert len(tokens) == end, "the scheduler counts on tokens that there are not"
+        table, cache = self.scheduler.kv_cache_manager.get_block_ids(name)[0], cached(tokens)
+        for position in range(end - count, end):
+            for slot in self._slots(table, position):
+                slot[:] = np.frombuffer(cache[position], dtype=np.uint8)
+        if request.is_prefill_chunk:
+            return []
+        sampled: list[int] = []
+        for stop in range(end - len(drafts), end + 1):
+            sampled.append(self._said(table, stop))
+            if stop == end or drafts[stop - end] != sampled[-1]:
+                break
+        self._known[name] = tokens[: end - len(drafts)] + sampled
+        if self._drafts:
+            self._rejected[-1][life] = len(drafts) + 1 - len(sampled)
+            self._guesses[name] = self._guess(self._known[name])
+        return sampled
 
-    def _own(self, request: Request) -> list[int]:
-        return self._history.get(request.request_id, [])
+    def _said(self, table: list[int], count: int) -> int:
+        """The token after the first `count` ones, from memory."""
+        read = []
+        first_read = max(0, count - self.window + 1) if self.window else 0
+        for position in range(first_read, count):
+            first, *copies = (x.tobytes() for x in self._slots(table, position))
+            assert all(copy == first for copy in copies), "replicas differ"
+            read.append(first)
+        return said(read)
+
+    def _guess(self, tokens: list[int]) -> list[int]:
+        """Drafts, from all right to all wrong."""
+        guesses = expected(tokens, self._drafts, self.window)
+        right = zlib.crc32(str(tokens[-3:]).encode()) % (self._drafts + 1)
+        return guesses[:right] + [(guess + 1) % 1000 for guess in guesses[right:]]
 
     def _slots(self, table: list[int], position: int) -> list[np.ndarray]:
         """Where a token lies, on every worker that has it."""

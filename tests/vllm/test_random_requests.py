@@ -1,13 +1,15 @@
 """Random requests between two engines: right tokens, each end told once, and nothing is left.
 
 vLLM's schedulers and our transfers are real (tests/support/modelless.py). A seed draws a `Scenario`
-before anything runs: the engines' shapes, the prompts (with common prefixes), how many samples are
-wanted, how the decode engine learns of each prefill (`STYLES`), and what goes wrong (`KINDS`):
+before anything runs: the engines' shapes and schedulers, with speculation or without; the prompts
+(with common prefixes), how many samples are wanted, how the decode engine learns of each prefill
+(`STYLES`), and what goes wrong (`KINDS`):
 
     calm    nothing: requests are handed over, and no lease ends
-    aborts  clients leave, at either engine and at any time; no lease ends
-    rough   besides, caches are reset, proxies lose tickets, leases and loads have little time, and
-            failed loads may fail their requests
+    aborts  clients leave, at either engine and at any time, also while a step runs; engines are
+            paused; no lease ends
+    rough   besides, caches are reset, also under running requests, proxies lose tickets, leases and
+            loads have little time, and failed loads may fail their requests
 
 What is loaded depends on the machine's speed where time is short: then the decode engine computes a
 prompt by itself, which is right too. So only `calm` asks for loads.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -35,6 +37,8 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
+    from vllm.v1.core.sched.interface import PauseState
+
     from modelless import Modelless, child, expected
 
 from seeds import SEEDS
@@ -52,6 +56,7 @@ STYLES = {
 KINDS = ("calm", "aborts", "rough")
 DEADLINE_SECONDS = 120.0  # an idle machine takes 1 or 2; a lease of LONG would end later
 LONG = {"lease_seconds": 600, "load_seconds": 300, "bootstrap_seconds": 60}
+PAUSES = (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)
 NOT_A_FAULT = {"not held", "shape", "unfit"}  # P keeps to its limit; a load could not fill all
 Options = dict[str, Any]
 
@@ -68,6 +73,8 @@ class Client:
     round: int  # it comes then
     decode_first: bool
     ticket_lost: bool
+    priority: int
+    uncached: bool  # vLLM reads no cache for the prompt
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,14 @@ class Scenario:
     d: Options
     port: int  # of P's bootstrap
     clients: list[Client]
-    aborts: list[tuple[int, str, str]]  # round, engine, request
-    resets: list[tuple[int, str]]  # round, engine
+    aborts: list[tuple[int, str, str, bool]]  # round, engine, request; while a step runs
+    resets: list[tuple[int, str, bool]]  # round, engine; under running requests too
+    pauses: list[tuple[int, int, str, PauseState]]  # first and last round, engine
+
+    @property
+    def last(self) -> int:
+        """The last round in which something comes, or an engine goes on."""
+        return max(self.clients[-1].round, *(stop for _, stop, *_ in [(0, 0), *self.pauses]))
 
     @classmethod
     def draw(cls, style: str, kind: str, seed: int) -> Scenario:
@@ -90,15 +103,21 @@ class Scenario:
             client = draw_client(random, style, number, base, come)
             lost = kind == "rough" and random.random() < 0.1
             clients.append(replace(client, ticket_lost=lost))
-        aborts, resets = list[tuple[int, str, str]](), list[tuple[int, str]]()
+        scenario, last = cls(p, d, port, clients, [], [], []), clients[-1].round
         if kind != "calm":
             for client in random.choices(clients, k=len(clients) // 3):
                 when, where = client.round + random.randrange(12), random.choice("pdd")
-                aborts.append((when, where, random.choice(client.names)))
+                name, inside = random.choice(client.names), random.random() < 0.5
+                scenario.aborts.append((when, where, name, inside))
+            for _ in range(2):
+                when, state = random.randrange(last + 9), random.choice(PAUSES)
+                stop = when + random.choice([1, 5, 30])
+                scenario.pauses.append((when, stop, random.choice("pd"), state))
         if kind == "rough":
-            last = clients[-1].round
-            resets = [(random.randrange(last + 9), random.choice("pd")) for _ in range(3)]
-        return cls(p, d, port, clients, aborts, resets)
+            for _ in range(3):
+                when, running = random.randrange(last + 9), random.random() < 0.5
+                scenario.resets.append((when, random.choice("pd"), running))
+        return scenario
 
 
 def draw_engines(random: Random, style: str, kind: str, port: int) -> tuple[Options, Options]:
@@ -116,6 +135,13 @@ def draw_engines(random: Random, style: str, kind: str, port: int) -> tuple[Opti
             times = {"lease_seconds": lease, "load_seconds": load}
         policy = random.choice(["fail", "recompute"])
         engine |= {**special, **random.choice(shapes), "asynchronous": random.random() < 0.5}
+        engine |= {
+            "drafts": random.choice([0, 0, 1, 3]),
+            "caching": random.random() < 0.8,
+            "slots": random.choice([2, 16]),
+            "batched": random.choice([24, 64]),
+            "order": random.choice(["fcfs", "priority"]),
+        }
         ours: Options = {"mode": mode, **times}
         if style == "multi":
             mooncake = child("MooncakeConnector", **ours, bootstrap_port=listens)
@@ -141,6 +167,8 @@ def draw_client(random: Random, style: str, number: int, base: list[int], come: 
         round=come,
         decode_first=random.random() < 0.5,
         ticket_lost=False,
+        priority=random.randrange(3),
+        uncached=random.random() < 0.1,
     )
 
 
@@ -165,16 +193,20 @@ class Pair:
                 expecting.remove(client)
                 if not client.ticket_lost:
                     self.decode(client, self.p.params.get(client.names[0], {}))
-            for when, where, name in self.scenario.aborts:
+            for when, where, name, inside in self.scenario.aborts:
                 engine = self.engines[where]
                 if when == now and name in engine.tokens and name not in engine.ended:
                     self.aborted.add((where, name))
-                    engine.abort(name)
-            for when, where in self.scenario.resets:
+                    engine.leaving.append(name) if inside else engine.abort(name)
+            for when, where, running in self.scenario.resets:
                 if when == now:
-                    self.engines[where].scheduler.reset_prefix_cache(reset_connector=True)
+                    self.reset(self.engines[where].scheduler, running)
+            for when, stop, where, state in self.scenario.pauses:
+                if now in (when, stop):
+                    state = state if now == when else PauseState.UNPAUSED
+                    self.engines[where].scheduler.set_pause_state(state)
             self.step()
-            begun = now > self.scenario.clients[-1].round and not expecting
+            begun = now > self.scenario.last and not expecting
             if begun and all(self.over(e, r) for e in "pd" for r in self.engines[e].tokens):
                 break
             assert time.monotonic() < deadline, "not all requests are over in time"
@@ -186,7 +218,12 @@ class Pair:
     def step(self) -> None:
         for engine in (self.p, self.d):
             for _ in range(self.random.choice([0, 1, 1, 2])):
-                engine.step()
+                engine.step(throttle=self.random.random() < 0.2)
+
+    def reset(self, scheduler: Any, running: bool) -> None:
+        """As an operator does it. vLLM cannot preempt requests that wait for their cache."""
+        with suppress(RuntimeError):
+            scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
 
     def over(self, where: str, name: str) -> bool:
         return name in self.engines[where].ended or (where, name) in self.aborted
@@ -202,13 +239,14 @@ class Pair:
         if decode and client.decode_first:
             self.decode(client, decode)
         for name in client.names[: client.prefills]:
-            self.p.add(name, client.prompt, 1, **prefill)
+            self.p.add(name, client.prompt, 1, priority=client.priority, **prefill)
         if decode and not client.decode_first:
             self.decode(client, decode)
 
     def decode(self, client: Client, params: dict[str, Any]) -> None:
         for name in client.names:
-            self.d.add(name, client.prompt, client.tokens, **params)
+            own = {"priority": client.priority, "uncached": client.uncached}
+            self.d.add(name, client.prompt, client.tokens, **own, **params)
 
     def check_answers(self) -> None:
         """All tokens are right, and all are there unless the request was aborted or failed."""
