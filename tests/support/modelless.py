@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm.config import (
@@ -55,12 +56,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.carriers import MemoryRegion, make_carrier
 from kvferry.carriers.host import HostMemory
+from kvferry.handover.describe import engine_info, rank_info
 from kvferry.layout.model import CacheModel, Component, Group, Residency
 from kvferry.layout.placement import RankLayout
 from kvferry.layout.shape import EngineShape
+from kvferry.pool.rank import PoolRank
 from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import CacheRank, Described, cache_rank
-from kvferry.vllm.worker import FerryWorker
+from kvferry.vllm.metadata import FerryHandshake
 from vllm import SamplingParams
 
 TOKEN_BYTES = 8
@@ -97,8 +100,16 @@ def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
 def child(name: str, **extra: Any) -> dict[str, Any]:
     """One of ours, for a MultiConnector."""
     extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
+    if name == "FerryPoolConnector":
+        extra = {k: extra[k] for k in extra.keys() - {"lease_seconds", "load_seconds"}}
     ours = {"kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": extra}
     return {"kv_connector": name, "kv_role": "kv_both", **ours}
+
+
+def pool_in(folder: Path, **extra: Any) -> dict[str, Any]:
+    """Keys of a pool whose objects are files."""
+    store = {"store": "dir_store:open_dir_store", "options": {"path": str(folder)}}
+    return {**store, "weight_revision": "test", "min_load_tokens": 0, **extra}
 
 
 class Modelless:
@@ -226,9 +237,8 @@ class Modelless:
                 )
             self.worker_sides.append(side)
             for child in getattr(side, "sub_connectors", [side]):
-                if isinstance(child, FerryConnector) and child.worker is not None:
-                    memory = self.memories[number]
-                    self._fill(child.worker, self._places[number], blocks, memory)
+                if isinstance(child, FerryConnector):
+                    self._fill(child, self._places[number], blocks, self.memories[number])
             told = side.get_handshake_metadata()
             if told is not None:  # vLLM keeps one of a (pp, tp) rank, or of all that share tokens
                 described[0, number if dcp > 1 else places[number][0]] = told
@@ -250,8 +260,10 @@ class Modelless:
         self._rejected: list[dict[tuple[str, int], int]] = []
         self.leaving: list[str] = []  # requests to be aborted while the next step runs
 
-    def _fill(self, worker: FerryWorker, place: CacheRank, blocks: int, memory: np.ndarray) -> None:
-        """Give a worker an array of ours for a cache."""
+    def _fill(
+        self, side: FerryConnector, place: CacheRank, blocks: int, memory: np.ndarray
+    ) -> None:
+        """Give a worker's connector an array of ours for a cache."""
         model = MODEL
         if self.window:
             group = replace(MODEL.groups[0], residency=Residency("window", self.window))
@@ -259,11 +271,22 @@ class Modelless:
         layout = RankLayout.build(model, self._shape, place.rank, blocks)
         assert layout.total_bytes == memory.nbytes
         region = MemoryRegion(memory.ctypes.data, memory.nbytes)
-        push = worker.config.mode == "push"
-        carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
-        carrier.register([region])
-        described = Described(model, layout, (region.address,), {})
-        worker.serve(place, described, HostMemory([region]), [carrier])
+        if side.worker is not None:
+            push = side.worker.config.mode == "push"
+            carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
+            carrier.register([region])
+            described = Described(model, layout, (region.address,), {})
+            side.worker.serve(place, described, HostMemory([region]), [carrier])
+        if side.pool_worker is not None:
+            worker, own = side.pool_worker, {"replica": place.replica, "replicas": place.replicas}
+            store = worker.config.opener()()
+            worker._rank = PoolRank(store, model, layout, [region.address], **own)
+            worker._prefix_tokens = 0 if self.window else self.block_size * self._shape.dcp
+            if not place.replica:
+                worker.handshake = FerryHandshake(
+                    msgspec.msgpack.encode(engine_info("", "", model, self._shape, {})),
+                    msgspec.msgpack.encode(rank_info(layout, [0], "", "", {})),
+                )
 
     @property
     def ferry(self) -> Any:
@@ -278,8 +301,12 @@ class Modelless:
 
     @property
     def workers(self) -> list[Any]:
+        return [side.worker for side in self._worker_children if side.worker is not None]
+
+    @property
+    def _worker_children(self) -> list[FerryConnector]:
         sides = [c for side in self.worker_sides for c in getattr(side, "sub_connectors", [side])]
-        return [c.worker for c in sides if isinstance(c, FerryConnector) and c.STYLE]
+        return [side for side in sides if isinstance(side, FerryConnector)]
 
     def told(self, name: str) -> list[Any]:
         """A metric, step by step, of the steps that had something to tell of it."""
@@ -400,6 +427,7 @@ class Modelless:
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
+            invalid_block_ids=side.get_block_ids_with_load_errors(),
             kv_connector_stats=side.get_kv_connector_stats(),
             kv_connector_worker_meta=side.build_connector_worker_meta(),
         )
@@ -498,6 +526,25 @@ class Modelless:
                 open_holds=producer.open_holds,
                 parked_claims=producer.parked_claims,
             )
+        for side in self.children:
+            if getattr(side, "pool", None) is not None:
+                adapter, pool = side.pool, side.pool.pool
+                kept.update(
+                    pinned=pool.pinned_blocks,
+                    trackers=len(pool._trackers),
+                    known=len(adapter._requests),
+                    questions=len(pool._lookups._asked) if pool.started else 0,
+                    jobs=len(pool._jobs),
+                    pool_loads=len(pool._loads),
+                    pool_orders=int(pool.has_work),
+                )
+        for side in self._worker_children:
+            if side.pool_worker is not None:
+                rank = side.pool_worker._rank
+                kept.update(
+                    loads_of_workers=len(side.pool_worker._orders),
+                    running=rank._loader.running + rank._saver.running,
+                )
         vllm = [vars(self._aggregator)]  # which forgets what all workers have told
         if len(self.children) > 1:
             vllm.append(vars(self.connector))

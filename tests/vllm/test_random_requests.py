@@ -39,7 +39,7 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from vllm.v1.core.sched.interface import PauseState
 
-    from modelless import Modelless, child, expected
+    from modelless import Modelless, child, expected, pool_in
 
 from seeds import SEEDS
 from tiny_models import make_model
@@ -51,7 +51,8 @@ STYLES = {
     "ticket": "FerryConnector",  # the response of the prefill has it
     "mooncake": "MooncakeConnector",  # both engines get the request at once, in any order
     "push": "NixlPushConnector",  # so too, and know it by its id
-    "multi": "MultiConnector",  # of the first two, and each request has one of their styles
+    "pool": "FerryConnector",  # as a ticket, and the engines share a pool
+    "multi": "MultiConnector",  # of ticket, mooncake and a pool; each request has one of two styles
 }
 KINDS = ("calm", "aborts", "rough")
 DEADLINE_SECONDS = 120.0  # an idle machine takes 1 or 2; a lease of LONG would end later
@@ -93,10 +94,10 @@ class Scenario:
         return max(self.clients[-1].round, *(stop for _, stop, *_ in [(0, 0), *self.pauses]))
 
     @classmethod
-    def draw(cls, style: str, kind: str, seed: int) -> Scenario:
+    def draw(cls, style: str, kind: str, seed: int, folder: Path) -> Scenario:
         random = Random(f"{style} {kind} {seed}")
         port = free_port()
-        p, d = draw_engines(random, style, kind, port)
+        p, d = draw_engines(random, style, kind, port, folder)
         base, clients = [random.randrange(900) for _ in range(200)], list[Client]()
         for number in range(random.choice([12, 20])):
             come = clients[-1].round + random.choice([0, 1, 2, 6]) if clients else 0
@@ -120,8 +121,13 @@ class Scenario:
         return scenario
 
 
-def draw_engines(random: Random, style: str, kind: str, port: int) -> tuple[Options, Options]:
+def draw_engines(
+    random: Random, style: str, kind: str, port: int, folder: Path
+) -> tuple[Options, Options]:
     special = random.choice([{}, {}, {"states": True}, {"window": 24}, {"window": 40}])
+    pool = style == "pool" or (style == "multi" and random.random() < 0.5)
+    if pool and "states" in special:  # of which there are no bytes
+        special = {}
     p_size, d_size = random.choice([(16, 16), (16, 8), (8, 16)])
     shapes: list[Options] = [{}, {"tp": 2}]
     if not special:
@@ -146,17 +152,24 @@ def draw_engines(random: Random, style: str, kind: str, port: int) -> tuple[Opti
         if style == "multi":
             mooncake = child("MooncakeConnector", **ours, bootstrap_port=listens)
             children = [child("FerryConnector", **ours), mooncake]
-            engine |= {"children": random.sample(children, 2), "policy": policy}
+            children += [child("FerryPoolConnector", **pool_in(folder))] if pool else []
+            children = random.sample(children, len(children))
+            engine |= {"children": children, "policy": policy}
         else:
             engine |= {"connector": STYLES[style], "load_failure_policy": policy, **ours}
             engine |= {"bootstrap_port": listens} if style == "mooncake" else {}
+            engine |= {"pool": pool_in(folder)} if pool else {}
     return p, d
 
 
 def draw_client(random: Random, style: str, number: int, base: list[int], come: int) -> Client:
     length = random.choice([1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 150, 200])
     common, samples = random.randrange(length + 1), random.choice([1, 1, 1, 2, 3])
-    if style == "multi":
+    if random.random() < (0.4 if style == "pool" else 0.1):
+        style = "plain"  # for the decode engine alone
+    elif style == "pool":
+        style = "ticket"
+    elif style == "multi":
         style = random.choice(["ticket", "mooncake"])
     return Client(
         style=style,
@@ -236,8 +249,10 @@ class Pair:
             decode = mooncake_decode(transfer, self.scenario.port, "p")
         elif client.style == "push":
             decode = push_decode("told by its id", "p", self.p.ferry.producing.port)
-        if decode and client.decode_first:
+        if client.style == "plain" or (decode and client.decode_first):
             self.decode(client, decode)
+        if client.style == "plain":
+            return
         for name in client.names[: client.prefills]:
             self.p.add(name, client.prompt, 1, priority=client.priority, **prefill)
         if decode and not client.decode_first:
@@ -303,8 +318,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
-def test_random_requests(folder: Path, style: str, kind: str, seed: int) -> None:
-    scenario = Scenario.draw(style, kind, seed)
+def test_random_requests(
+    folder: Path, tmp_path: Path, style: str, kind: str, seed: int
+) -> None:
+    scenario = Scenario.draw(style, kind, seed, tmp_path)
     pair = Pair(folder, scenario, Random(seed))
     with shown(scenario, pair):
         pair.run()
