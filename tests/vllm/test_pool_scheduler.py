@@ -522,9 +522,9 @@ def test_loads_where_computing_is_slower(make: Make, faults: Any, connector: str
         writer.run()
     compute, token_seconds = reader.execute, 0.0
 
-    def slow(output: Any) -> None:
+    def slow(output: Any, steps: Any) -> None:
         time.sleep(output.total_num_scheduled_tokens * token_seconds)
-        compute(output)
+        compute(output, steps)
 
     reader.execute = slow  # type: ignore[method-assign]
     asked = iter(range(1000))
