@@ -74,8 +74,14 @@ PER_REQUEST = (  # what vLLM's aggregator and its MultiConnector keep of request
     "_extra_async_saves",
     "_requests_to_connector",
 )
-MODEL = CacheModel("modelless", (Group("g", (0,), (Component("k", 1, (TOKEN_BYTES,), 1),)),))
 init_none_hash(sha256)
+
+
+def model_of(windows: tuple[int, ...]) -> CacheModel:
+    parts = (Component("k", 1, (TOKEN_BYTES,), 1),)
+    kept = [Residency("window", window) if window else Residency() for window in windows]
+    groups = (Group(f"g{number}", (number,), parts, one) for number, one in enumerate(kept))
+    return CacheModel("modelless", tuple(groups))
 
 
 def cached(tokens: list[int]) -> list[bytes]:
@@ -84,16 +90,29 @@ def cached(tokens: list[int]) -> list[bytes]:
     return [one.to_bytes(TOKEN_BYTES) for one in chain][1:]
 
 
-def said(cache: list[bytes], window: int = 0) -> int:
+Window = int | tuple[int, ...]  # of the only layer, or of each; 0: none
+
+
+def windows_of(window: Window) -> tuple[int, ...]:
+    return window if isinstance(window, tuple) else (window,)
+
+
+def reads(count: int, window: int) -> range:
+    """The positions that the token after `count` ones reads in one layer."""
+    return range(max(0, count - window + 1) if window else 0, count)
+
+
+def said(layers: list[list[bytes]]) -> int:
     """The token that any engine says after these bytes."""
-    return zlib.crc32(b"".join(cache[window and max(0, len(cache) - window + 1) :])) % 1000
+    return zlib.crc32(b"".join(b"".join(layer) for layer in layers)) % 1000
 
 
-def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
+def expected(prompt: list[int], count: int, window: Window = 0) -> list[int]:
     """What any engine must answer, computed without one."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(said(cached(tokens), window))
+        cache = cached(tokens)
+        tokens.append(said([[cache[i] for i in reads(len(tokens), w)] for w in windows_of(window)]))
     return tokens[len(prompt) :]
 
 
@@ -131,7 +150,7 @@ class Modelless:
         tp: int = 1,
         pcp: int = 1,
         dcp: int = 1,
-        window: int = 0,
+        window: Window = 0,
         longest: int = 512,
         drafts: int = 0,
         caching: bool = True,
@@ -145,7 +164,8 @@ class Modelless:
         `states`: to the scheduler, the model has a layer with a recurrent state too; there are no
         bytes of it.
 
-        `window`: of the only layer. `longest`: tokens of a request.
+        `window`: of the only layer, or of each, with block tables of their own. `longest`: tokens
+        of a request.
 
         `drafts`: tokens that the model guesses in each step, some of them wrong. `caching`: of
         prefixes. `slots`: requests that run at a time. `batched`: tokens of a step; longer prompts
@@ -154,7 +174,7 @@ class Modelless:
         `pcp`: prefill context parallel ranks. Each is a worker with the whole cache, or, where
         `dcp` is more than 1, with each `dcp`th token. All `tp` ranks have the same head.
         """
-        self.name, self.block_size, self.window = name, block_size, window
+        self.name, self.block_size, self.windows = name, block_size, windows_of(window)
         module: str | None = "kvferry.vllm"
         extra = {"lease_seconds": 30, "load_seconds": 20, **extra}
         if children is not None:
@@ -171,7 +191,7 @@ class Modelless:
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 # for in-tree children
-                disable_hybrid_kv_cache_manager=not states and not window,
+                disable_hybrid_kv_cache_manager=not states and not any(self.windows),
             ),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=caching and not states),
             kv_transfer_config=KVTransferConfig(
@@ -199,10 +219,12 @@ class Modelless:
         config.parallel_config.prefill_context_parallel_size = pcp
         config.parallel_config.decode_context_parallel_size = dcp
         told = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1}
-        spec: Any = FullAttentionSpec(**told, dtype=torch.float32)
-        if window:
-            spec = SlidingWindowSpec(**told, dtype=torch.float32, sliding_window=window)
-        groups = [KVCacheGroupSpec(["l"], spec)]
+        groups = []
+        for number, span in enumerate(self.windows):
+            spec: Any = FullAttentionSpec(**told, dtype=torch.float32)
+            if span:
+                spec = SlidingWindowSpec(**told, dtype=torch.float32, sliding_window=span)
+            groups.append(KVCacheGroupSpec([f"l{number}"], spec))
         if states:
             # as long as a request: vLLM's, of states that are not cached
             state = MambaSpec(block_size=longest, shapes=((8,),), dtypes=(torch.int8,))
@@ -223,8 +245,8 @@ class Modelless:
         # As vLLM makes its groups (`initialize_model_parallel`), whatever `cache_rank` says.
         self._turns = [(tp_rank * pcp + pcp_rank) % dcp for tp_rank, pcp_rank in places]
         self._shape = EngineShape(tp=self._places[0].tp, dcp=dcp, block_size=block_size)
-        self.memories = [np.zeros(size, dtype=np.uint8) for _ in places]
-        self.memory = self.memories[0]
+        # of each worker and layer
+        self.memories = [[np.zeros(size, dtype=np.uint8) for _ in self.windows] for _ in places]
         self.children = getattr(self.connector, "sub_connectors", [self.connector])
         self.worker_sides: list[Any] = []
         described: dict[tuple[int, int], Any] = {}
@@ -261,31 +283,30 @@ class Modelless:
         self.leaving: list[str] = []  # requests to be aborted while the next step runs
 
     def _fill(
-        self, side: FerryConnector, place: CacheRank, blocks: int, memory: np.ndarray
+        self, side: FerryConnector, place: CacheRank, blocks: int, memory: list[np.ndarray]
     ) -> None:
-        """Give a worker's connector an array of ours for a cache."""
-        model = MODEL
-        if self.window:
-            group = replace(MODEL.groups[0], residency=Residency("window", self.window))
-            model = replace(MODEL, groups=(group,))
+        """Give a worker's connector arrays of ours for a cache."""
+        model = model_of(self.windows)
         layout = RankLayout.build(model, self._shape, place.rank, blocks)
-        assert layout.total_bytes == memory.nbytes
-        region = MemoryRegion(memory.ctypes.data, memory.nbytes)
+        assert [region.bytes for region in layout.regions] == [array.nbytes for array in memory]
+        regions = [MemoryRegion(array.ctypes.data, array.nbytes) for array in memory]
+        bases = tuple(region.address for region in regions)
         if side.worker is not None:
             push = side.worker.config.mode == "push"
             carrier = make_carrier("tcp", host="127.0.0.1") if push else make_carrier("local")
-            carrier.register([region])
-            described = Described(model, layout, (region.address,), {})
-            side.worker.serve(place, described, HostMemory([region]), [carrier])
+            carrier.register(regions)
+            described = Described(model, layout, bases, {})
+            side.worker.serve(place, described, HostMemory(regions), [carrier])
         if side.pool_worker is not None:
             worker, own = side.pool_worker, {"replica": place.replica, "replicas": place.replicas}
             store = worker.config.opener()()
-            worker._rank = PoolRank(store, model, layout, [region.address], **own)
-            worker._prefix_tokens = 0 if self.window else self.block_size * self._shape.dcp
+            worker._rank = PoolRank(store, model, layout, bases, **own)
+            plain = self.windows == (0,)
+            worker._prefix_tokens = self.block_size * self._shape.dcp if plain else 0
             if not place.replica:
                 worker.handshake = FerryHandshake(
                     msgspec.msgpack.encode(engine_info("", "", model, self._shape, {})),
-                    msgspec.msgpack.encode(rank_info(layout, [0], "", "", {})),
+                    msgspec.msgpack.encode(rank_info(layout, [0] * len(bases), "", "", {})),
                 )
 
     @property
@@ -447,15 +468,16 @@ class Modelless:
             drafts = [*guesses, *[-1] * len(drafts)][: len(drafts)]
         tokens = known[: end - len(drafts)] + drafts
         assert len(tokens) == end, "the scheduler counts on tokens that there are not"
-        table, cache = self.scheduler.kv_cache_manager.get_block_ids(name)[0], cached(tokens)
-        for position in range(end - count, end):
-            for slot in self._slots(table, position):
-                slot[:] = np.frombuffer(cache[position], dtype=np.uint8)
+        tables, cache = self.scheduler.kv_cache_manager.get_block_ids(name), cached(tokens)
+        for layer in range(len(self.windows)):
+            for position in range(end - count, end):
+                for slot in self._slots(tables, layer, position):
+                    slot[:] = np.frombuffer(cache[position], dtype=np.uint8)
         if request.is_prefill_chunk:
             return []
         sampled: list[int] = []
         for stop in range(end - len(drafts), end + 1):
-            sampled.append(self._said(table, stop))
+            sampled.append(self._said(tables, stop))
             if stop == end or drafts[stop - end] != sampled[-1]:
                 break
         self._known[name] = tokens[: end - len(drafts)] + sampled
@@ -464,30 +486,32 @@ class Modelless:
             self._guesses[name] = self._guess(self._known[name])
         return sampled
 
-    def _said(self, table: list[int], count: int) -> int:
+    def _said(self, tables: tuple[list[int], ...], count: int) -> int:
         """The token after the first `count` ones, from memory."""
-        read = []
-        first_read = max(0, count - self.window + 1) if self.window else 0
-        for position in range(first_read, count):
-            first, *copies = (x.tobytes() for x in self._slots(table, position))
-            assert all(copy == first for copy in copies), "replicas differ"
-            read.append(first)
-        return said(read)
+        layers: list[list[bytes]] = [[] for _ in self.windows]
+        for layer, window in enumerate(self.windows):
+            for position in reads(count, window):
+                first, *copies = (x.tobytes() for x in self._slots(tables, layer, position))
+                assert all(copy == first for copy in copies), "replicas differ"
+                layers[layer].append(first)
+        return said(layers)
 
     def _guess(self, tokens: list[int]) -> list[int]:
         """Drafts, from all right to all wrong."""
-        guesses = expected(tokens, self._drafts, self.window)
+        guesses = expected(tokens, self._drafts, self.windows)
         right = zlib.crc32(str(tokens[-3:]).encode()) % (self._drafts + 1)
         return guesses[:right] + [(guess + 1) % 1000 for guess in guesses[right:]]
 
-    def _slots(self, table: list[int], position: int) -> list[np.ndarray]:
-        """Where a token lies, on every worker that has it."""
+    def _slots(
+        self, tables: tuple[list[int], ...], layer: int, position: int
+    ) -> list[np.ndarray]:
+        """Where a token lies in a layer, on every worker that has it."""
         there, turn = divmod(position, self._shape.dcp)
-        block, slot = table[there // self.block_size], there % self.block_size
+        block, slot = tables[layer][there // self.block_size], there % self.block_size
         assert block > 0, "the null block is never used"
         start = (block * self.block_size + slot) * TOKEN_BYTES
         return [
-            memory[start : start + TOKEN_BYTES]
+            memory[layer][start : start + TOKEN_BYTES]
             for memory, mine in zip(self.memories, self._turns, strict=True)
             if mine == turn
         ]

@@ -124,7 +124,8 @@ class Scenario:
 def draw_engines(
     random: Random, style: str, kind: str, port: int, folder: Path
 ) -> tuple[Options, Options]:
-    special = random.choice([{}, {}, {"states": True}, {"window": 24}, {"window": 40}])
+    windows = [{"window": 24}, {"window": 40}, {"window": (0, 24)}]
+    special: Options = random.choice([{}, {}, {"states": True}, *windows])
     pool = style == "pool" or (style == "multi" and random.random() < 0.5)
     if pool and "states" in special:  # of which there are no bytes
         special = {}
