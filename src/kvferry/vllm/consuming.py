@@ -365,7 +365,7 @@ class Consuming:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` has work left even if no request comes."""
-        return bool(self._unfound) or bool(self._leaving)
+        return bool(self._seeking or self._unfound or self._leaving)
 
     @property
     def busy(self) -> bool:
