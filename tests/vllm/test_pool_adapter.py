@@ -542,30 +542,6 @@ def test_most_layers_of_a_step_are_final_before_its_end(monkeypatch: pytest.Monk
     assert early(*names, "state", "half") == [0, 1, 2, 3, 4, 5, 6, 7, 9]
 
 
-def test_an_event_at_another_place_is_not_mistaken_for_an_earlier_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same layers, but after a step that told of fewer: the event comes earlier."""
-    monkeypatch.setattr(torch, "Event", Recorded)
-    memory = torch.zeros(24, 4096, dtype=torch.uint8)
-    layers = pool_worker._Layers({f"layer {n}": memory[n] for n in range(24)})
-    addresses = np.array([row.data_ptr() for row in memory])
-    names = [f"layer {n}" for n in range(24)]
-    for told, count in ((names, 21), (names[:16], None), (names, 14), (names, 21)):
-        saves: list[SaveOrder] = []
-        for name in told:
-            layers.computed(name, saves)
-        found = layers.take_early(saves)
-        if count is None:
-            assert found is None
-        else:
-            assert found is not None
-            ready = Ready(2, 1, found.memory)
-            assert ready.is_early(addresses, np.full(24, 64)).tolist() == [
-                number < count for number in range(24)
-            ]
-
-
 def test_a_model_of_the_hub_is_named_by_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
