@@ -30,6 +30,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -300,7 +301,7 @@ class SchedulerEngine:
         # asynchronous scheduler counts them as computed until it hears of them.
         self._rejected: list[dict[tuple[str, int], int]] = []
         self.leaving: list[str] = []  # requests to be aborted while the next step runs
-        self._reports: dict[str, int] = {}
+        self._aggregator = KVOutputAggregator(len(self.workers))
         self.preempted = 0
         while not self.pool.started:
             assert self.scheduler.has_requests()  # vLLM steps while there are
@@ -421,36 +422,38 @@ class SchedulerEngine:
                 first = min(segment.start for segment in order.segments)
                 stop = max(segment.stop for segment in order.segments)
                 self._loading[order.request_id] = (self.weights, first, stop)
-        results = KVConnectorOutput()
-        together, self._first = self._first, FerryReport()
-        ended: dict[str, int] = {}
-        for worker in self.workers:
-            worker.start(metadata.pool, idle=metadata.idle)
-            worker.save()
-            mine = worker.results()
-            for name in mine.finished_recving:
-                ended[name] = ended.get(name, 0) + 1
-            results.failed_recving |= mine.failed_recving
-            results.invalid_block_ids |= worker.take_invalid()
-            together = together.aggregate(worker.take_report())
-        for name, count in ended.items():  # told when all workers have told, as vLLM's aggregator
-            self._reports[name] = self._reports.get(name, 0) + count
-            if self._reports[name] == len(self.workers):
-                del self._reports[name]
-                results.finished_recving = (results.finished_recving or set()) | {name}
-        for loaded in together.loaded:
+        outputs = [
+            ModelRunnerOutput([], {}, kv_connector_output=self._connect(worker, metadata))
+            for worker in self.workers
+        ]
+        first = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+        assert first is not None and first.kv_connector_output is not None
+        results = first.kv_connector_output
+        report, self._first = self._first.aggregate(results.kv_connector_worker_meta), FerryReport()
+        for loaded in report.loaded:
             if not loaded.ok:  # the engine may find the same tokens in its own cache
                 self._loading.pop(loaded.request_id, None)
-        told: Any = together
+        results.kv_connector_worker_meta = report
         if several:
-            sibling = FerryReport(together.handshakes)
-            told = MultiKVConnectorWorkerMetadata((sibling, told))
-        results.kv_connector_worker_meta = told
+            sibling = FerryReport(report.handshakes)
+            results.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata((sibling, report))
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled,
             kv_connector_output=results,
+        )
+
+    def _connect(self, worker: PoolWorker, metadata: Any) -> KVConnectorOutput:
+        """One worker's part of a step, after it has computed."""
+        worker.start(metadata.pool, idle=metadata.idle)
+        worker.save()
+        results = worker.results()
+        return KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.take_invalid(),
+            kv_connector_worker_meta=worker.take_report(),
         )
 
     def _inputs(self, name: str, output: Any) -> tuple[int, list[int], int]:
@@ -591,7 +594,8 @@ class SchedulerEngine:
             orders=int(self.pool.has_work),
             loads_of_workers=sum(len(worker._orders) for worker in self.workers),
             running=sum(rank._loader.running + rank._saver.running for rank in self.pool_ranks),
-            told_in_part=len(self._reports),
+            told_in_part=len(self._aggregator._recv_remaining_count),
+            failed_in_part=len(self._aggregator._failed_recving_pending),
             children=len(getattr(self.connector, "_requests_to_connector", ())),
         )
         return {name: count for name, count in kept.items() if count}
