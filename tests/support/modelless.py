@@ -86,7 +86,7 @@ def model_of(windows: tuple[int, ...]) -> CacheModel:
 
 def cached(tokens: list[int]) -> list[bytes]:
     """What each token leaves in the cache."""
-    chain = accumulate(tokens, lambda before, token: zlib.crc32(f"{token}".encode(), before), initial=1)
+    chain = accumulate(tokens, lambda before, one: zlib.crc32(f"{one}".encode(), before), initial=1)
     return [one.to_bytes(TOKEN_BYTES) for one in chain][1:]
 
 
@@ -193,7 +193,9 @@ class Modelless:
                 # for in-tree children
                 disable_hybrid_kv_cache_manager=not states and not any(self.windows),
             ),
-            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=caching and not states),
+            cache_config=CacheConfig(
+                block_size=block_size, enable_prefix_caching=caching and not states
+            ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector,
                 kv_connector_module_path=module,
@@ -502,9 +504,7 @@ class Modelless:
         right = zlib.crc32(str(tokens[-3:]).encode()) % (self._drafts + 1)
         return guesses[:right] + [(guess + 1) % 1000 for guess in guesses[right:]]
 
-    def _slots(
-        self, tables: tuple[list[int], ...], layer: int, position: int
-    ) -> list[np.ndarray]:
+    def _slots(self, tables: tuple[list[int], ...], layer: int, position: int) -> list[np.ndarray]:
         """Where a token lies in a layer, on every worker that has it."""
         there, turn = divmod(position, self._shape.dcp)
         block, slot = tables[layer][there // self.block_size], there % self.block_size

@@ -136,7 +136,7 @@ def draw_engines(
     mode, times = random.choice(["pull", "push"]), LONG
     p: Options = {"block_size": p_size, "blocks": random.choice([48, 96]) * 16 // p_size}
     d: Options = {"block_size": d_size, "blocks": random.choice([40, 64, 128]) * 16 // d_size}
-    for engine, listens in ((p, port), (d, 0)):
+    for engine, listens, role in ((p, port, "kv_producer"), (d, 0, "kv_consumer")):
         if kind == "rough":
             lease, load = random.choice([0.3, 1, 4]), random.choice([0.02, 0.1, 3])
             times = {"lease_seconds": lease, "load_seconds": load}
@@ -148,6 +148,7 @@ def draw_engines(
             "slots": random.choice([2, 16]),
             "batched": random.choice([24, 64]),
             "order": random.choice(["fcfs", "priority"]),
+            "role": random.choice(["kv_both", role]),
         }
         ours: Options = {"mode": mode, **times}
         if style == "multi":
@@ -319,9 +320,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
-def test_random_requests(
-    folder: Path, tmp_path: Path, style: str, kind: str, seed: int
-) -> None:
+def test_random_requests(folder: Path, tmp_path: Path, style: str, kind: str, seed: int) -> None:
     scenario = Scenario.draw(style, kind, seed, tmp_path)
     pair = Pair(folder, scenario, Random(seed))
     with shown(scenario, pair):
