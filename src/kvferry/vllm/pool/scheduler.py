@@ -202,8 +202,10 @@ class VllmPoolScheduler:
 
     @property
     def waits_for_a_step(self) -> bool:
-        """Whether an idle engine should step: until saves have ended and routers were told."""
-        return self.pool.has_work or self._events.waiting
+        """Whether an idle engine should step: until saves and hung loads have ended, so that it has
+        all its blocks, and routers were told."""
+        waiting = self.pool.has_work or self._events.waiting
+        return waiting or self.pool.quarantined_blocks > 0
 
     def take_events(self) -> list[Any]:
         """vLLM calls this once for every step, when its results are back, so this is where steps
