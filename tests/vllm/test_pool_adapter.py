@@ -328,6 +328,32 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert not scheduler.pool.has_work
 
 
+@pytest.mark.parametrize("hashed", [BLOCK, BLOCK // 2])  # tokens, which vLLM hashes together
+@pytest.mark.parametrize("as_numbers", [True, False])
+def test_events_have_the_hashes_of_vllm(
+    made: tuple[VllmPoolScheduler, Blocks],
+    hashed: int,
+    as_numbers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the blocks of a later chunk, around one that was not saved."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(as_numbers)))
+    scheduler, _ = made
+    scheduler._events.hash_tokens = hashed
+    asked = request(6 * BLOCK)
+    asked.block_hashes = [bytes([i]) * 32 for i in range(6 * BLOCK // hashed)]
+    every = BLOCK // hashed
+    ends = [maybe_convert_block_hash(one) for one in asked.block_hashes[every - 1 :: every]]
+    scheduler.on_new_request(asked)
+    scheduler.step(step("r", 0, 2 * BLOCK, [1, 2]))
+    (save,) = scheduler.step(step("r", 2 * BLOCK, 4 * BLOCK, [1, 2, 3, 4, 5, 6])).saves
+    scheduler.reported(FerryReport(saved=[Saved(save.job_id, ((0, 4),)), Saved(save.job_id)]), ())
+    before, after = scheduler.take_events()
+    assert (before.parent_block_hash, before.block_hashes) == (ends[1], ends[2:4])
+    assert (after.parent_block_hash, after.block_hashes) == (ends[4], ends[5:])
+    assert after.token_ids == list(range(5 * BLOCK, 6 * BLOCK)) and after.extra_keys == [None]
+
+
 def test_no_event_for_blocks_of_replaced_weights(made: tuple[VllmPoolScheduler, Blocks]) -> None:
     """A save ends after a reset: no request finds its blocks any more."""
     scheduler, blocks = made
