@@ -7,6 +7,7 @@ half a cache, four times more of them than blocks, and engines that hold for eac
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
     from vllm.v1.core.sched.interface import PauseState
 
-    from modelless import Modelless, expected, run
+    from modelless import Modelless, expected, pool_in, run
 
+from dir_store import DirStore
 from kvferry.vllm import consuming
 from tiny_models import make_model
 from vllm_engines import free_port
@@ -197,3 +199,35 @@ def test_a_paused_engine_looks_for_producers(
     d.scheduler.set_pause_state(PauseState.UNPAUSED)
     run(p, d, until=lambda: "r" in d.ended)
     assert d.tokens["r"] == expected(prompt(1, SMALL), TOKENS) and sum(d.told("loads")) == 1
+
+
+def test_an_engine_that_loads_from_a_pool_does_not_stand_still(
+    make: Callable[..., Modelless], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: it will have blocks for its tickets."""
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.05)
+    pool = pool_in(tmp_path / "pool")
+    one, two = make("one", pool=pool), make("two", pool=pool)
+    one.add("saved", prompt(3, LARGE), 1)
+    run(one, until=lambda: "saved" in one.ended and not one.used_blocks)
+    for seed, (engine, length) in enumerate(((one, LARGE), (two, SMALL))):
+        engine.add("p", prompt(seed, length), 1, do_remote_decode=True)
+        run(engine, until=lambda: "p" in engine.ended)  # noqa: B023
+    reading, go_on, get = threading.Event(), threading.Event(), DirStore.get
+
+    def slow(*call: Any) -> Any:
+        reading.set()
+        go_on.wait(20)
+        return get(*call)
+
+    monkeypatch.setattr(DirStore, "get", slow)
+    two.add("loads", prompt(3, LARGE), TOKENS)
+    run(two, until=reading.is_set)
+    two.add("d", prompt(0, LARGE), TOKENS, **one.params["p"])
+    begun = time.monotonic()
+    run(one, two, until=lambda: time.monotonic() > begun + 0.3)
+    go_on.set()
+    run(one, two, until=lambda: "d" in two.ended)
+    assert sum(two.told("loads")) == 1 and not two.counted("requests_computed_here")
+    one.add("d", prompt(1, SMALL), TOKENS, **two.params["p"])
+    run(one, two, until=lambda: "d" in one.ended)
