@@ -9,7 +9,8 @@ before anything runs: the engines' shapes and schedulers, with speculation or wi
     aborts  clients leave, at either engine and at any time, also while a step runs; engines are
             paused; no lease ends
     rough   besides, caches are reset, also under running requests, proxies lose tickets, leases and
-            loads have little time, and failed loads may fail their requests
+            loads have little time, failed loads may fail their requests, and the prefill engine may
+            end in between
 
 What is loaded depends on the machine's speed where time is short: then the decode engine computes a
 prompt by itself, which is right too. So only `calm` asks for loads.
@@ -87,6 +88,7 @@ class Scenario:
     aborts: list[tuple[int, str, str, bool]]  # round, engine, request; while a step runs
     resets: list[tuple[int, str, bool]]  # round, engine; under running requests too
     pauses: list[tuple[int, int, str, PauseState]]  # first and last round, engine
+    end: int | None = None  # the round in which P ends
 
     @property
     def last(self) -> int:
@@ -118,6 +120,8 @@ class Scenario:
             for _ in range(3):
                 when, running = random.randrange(last + 9), random.random() < 0.5
                 scenario.resets.append((when, random.choice("pd"), running))
+            if random.random() < 0.3:
+                return replace(scenario, end=random.randrange(last + 9))
         return scenario
 
 
@@ -196,42 +200,55 @@ class Pair:
         self.d = Modelless("d", folder, **scenario.d)
         self.engines = {"p": self.p, "d": self.d}
         self.aborted: set[tuple[str, str]] = set()  # engine, request
+        self.expecting: list[Client] = []  # a ticket
+
+    @property
+    def live(self) -> list[Modelless]:
+        return list(self.engines.values())
 
     def run(self) -> None:
         """Round by round, until all requests are over; then until nothing is left of them."""
-        expecting, deadline = list[Client](), time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + DEADLINE_SECONDS
         for now in count():
+            if now == self.scenario.end:
+                self.engines.pop("p").close()
             for client in [c for c in self.scenario.clients if c.round == now]:
                 self.begin(client)
-                expecting += [client] * (client.style == "ticket")
-            for client in [c for c in expecting if self.over("p", c.names[0])]:
-                expecting.remove(client)
+                self.expecting += [client] * (client.style == "ticket")
+            for client in [c for c in self.expecting if self.over("p", c.names[0])]:
+                self.expecting.remove(client)
                 if not client.ticket_lost:
                     self.decode(client, self.p.params.get(client.names[0], {}))
-            for when, where, name, inside in self.scenario.aborts:
-                engine = self.engines[where]
-                if when == now and name in engine.tokens and name not in engine.ended:
-                    self.aborted.add((where, name))
-                    engine.leaving.append(name) if inside else engine.abort(name)
-            for when, where, running in self.scenario.resets:
-                if when == now:
-                    self.reset(self.engines[where].scheduler, running)
-            for when, stop, where, state in self.scenario.pauses:
-                if now in (when, stop):
-                    state = state if now == when else PauseState.UNPAUSED
-                    self.engines[where].scheduler.set_pause_state(state)
+            self.disturb(now)
             self.step()
-            begun = now > self.scenario.last and not expecting
-            if begun and all(self.over(e, r) for e in "pd" for r in self.engines[e].tokens):
+            begun = now > self.scenario.last and not self.expecting
+            if begun and all(self.over(n, r) for n, e in self.engines.items() for r in e.tokens):
                 break
             assert time.monotonic() < deadline, "not all requests are over in time"
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while self.p.left() or self.d.left():
+        while any(engine.left() for engine in self.live):
             assert time.monotonic() < deadline, "something is left"
             self.step()
 
+    def disturb(self, now: int) -> None:
+        """What clients and operators do in this round."""
+        for when, where, name, inside in self.scenario.aborts:
+            engine = self.engines.get(where)
+            if engine is None or when != now:
+                continue
+            if name in engine.tokens and name not in engine.ended:
+                self.aborted.add((where, name))
+                engine.leaving.append(name) if inside else engine.abort(name)
+        for when, where, running in self.scenario.resets:
+            if when == now and where in self.engines:
+                self.reset(self.engines[where].scheduler, running)
+        for when, stop, where, state in self.scenario.pauses:
+            if now in (when, stop) and where in self.engines:
+                state = state if now == when else PauseState.UNPAUSED
+                self.engines[where].scheduler.set_pause_state(state)
+
     def step(self) -> None:
-        for engine in (self.p, self.d):
+        for engine in self.live:
             for _ in range(self.random.choice([0, 1, 1, 2])):
                 engine.step(throttle=self.random.random() < 0.2)
 
@@ -241,7 +258,8 @@ class Pair:
             scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
 
     def over(self, where: str, name: str) -> bool:
-        return name in self.engines[where].ended or (where, name) in self.aborted
+        engine = self.engines.get(where)
+        return engine is None or name in engine.ended or (where, name) in self.aborted
 
     def begin(self, client: Client) -> None:
         prefill, decode = toy_proxy_prefill(), dict[str, Any]()
@@ -255,7 +273,7 @@ class Pair:
             self.decode(client, decode)
         if client.style == "plain":
             return
-        for name in client.names[: client.prefills]:
+        for name in client.names[: client.prefills] if "p" in self.engines else ():
             self.p.add(name, client.prompt, 1, priority=client.priority, **prefill)
         if decode and not client.decode_first:
             self.decode(client, decode)
@@ -284,7 +302,8 @@ class Pair:
         ends, here = self.p.counted("holds_closed"), self.d.counted("requests_computed_here")
         failures = self.d.counted("load_failures")
         told = [x.get("kvferry", {}) for x in self.p.params.values()]
-        assert sum(ends.values()) == sum("hold" in x for x in told), ends
+        if "p" in self.engines:
+            assert sum(ends.values()) == sum("hold" in x for x in told), ends
         assert "error" not in here and "internal error" not in failures
         assert not self.d.counted("holds_closed") and not self.p.told("loads")
         if kind != "rough":
@@ -308,8 +327,8 @@ def shown(scenario: Scenario, pair: Pair) -> Iterator[None]:
         error.add_note(f"{scenario}")
         raise
     finally:
-        pair.p.close()
-        pair.d.close()
+        for engine in pair.live:
+            engine.close()
 
 
 @pytest.fixture(scope="module")
