@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
+
 from vllm_scheduler import expected
 
 Options = dict[str, Any]
@@ -18,6 +20,7 @@ SHAPES: dict[str, list[Options]] = {  # by kind of model
     "state": [{}, {"tp": 2}, {"tp": 4}],
 }
 CONNECTORS = ("FerryPoolConnector", "FerryConnector", "MultiConnector")
+PAUSES = (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL)
 MOST_TOKENS = 300  # of a request, its answer included
 
 
@@ -30,6 +33,8 @@ class Client:
     prompt: list[int] = field(repr=False)
     right: list[int] = field(repr=False)  # the whole answer
     round: int  # it comes then
+    priority: int
+    uncached: bool  # vLLM reads no cache for the prompt
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,16 @@ class Scenario:
     engines: list[Options]
     store_bytes: int
     clients: list[Client]
-    aborts: list[tuple[int, Client]]  # with their rounds
-    changes: list[tuple[int, int]]  # of weights: round, engine
+    aborts: list[tuple[int, Client, bool]]  # with their rounds; while a step runs
+    changes: list[tuple[int, int, bool]]  # of weights: round, engine; under running requests
+    pauses: list[tuple[int, int, int, PauseState]]  # first and last round, engine
     faults: list[Fault]
 
     @property
     def last(self) -> int:
-        """The last round in which something comes."""
-        return max(self.clients[-1].round, *(when for when, _ in [(0, 0), *self.changes]))
+        """The last round in which something comes, or an engine goes on."""
+        rounds = [when for when, *_ in self.changes] + [stop for _, stop, *_ in self.pauses]
+        return max([self.clients[-1].round, *rounds])
 
     @classmethod
     def draw(cls, model: str, kind: str, seed: int) -> Scenario:
@@ -64,15 +71,21 @@ class Scenario:
         engines = [draw_engine(random, model, kind) for _ in range(number)]
         clients = draw_clients(random, number)
         if kind == "calm":
-            return cls(engines, 64 << 20, clients, [], [], [])
+            return cls(engines, 64 << 20, clients, [], [], [], [])
         size, rounds = random.choice([1 << 16, 1 << 18, 1 << 20, 4 << 20]), clients[-1].round + 20
         leave = random.choices(clients, k=len(clients) // 4)
-        aborts = [(client.round + random.randrange(15), client) for client in leave]
+        aborts = [
+            (client.round + random.randrange(15), client, random.random() < 0.5) for client in leave
+        ]
+        pauses = [draw_pause(random, rounds, number) for _ in range(2)]
         if kind == "crowded":
-            return cls(engines, size, clients, aborts, [], [])
-        changes = [(random.randrange(rounds), random.randrange(number)) for _ in range(2)]
+            return cls(engines, size, clients, aborts, [], pauses, [])
+        changes = [
+            (random.randrange(rounds), random.randrange(number), random.random() < 0.5)
+            for _ in range(2)
+        ]
         faults = [draw_fault(random, rounds) for _ in range(6)]
-        return cls(engines, size, clients, aborts, changes, faults)
+        return cls(engines, size, clients, aborts, changes, pauses, faults)
 
 
 def draw_engine(random: Random, model: str, kind: str) -> Options:
@@ -92,6 +105,9 @@ def draw_engine(random: Random, model: str, kind: str) -> Options:
         "connector": (connector := random.choice(CONNECTORS)),
         "on_failure": random.choice(["fail", "recompute"]) if connector == "MultiConnector" else "",
         "asynchronous": random.random() < 0.5,
+        "drafts": 0 if model == "state" else random.choice([0, 0, 1, 3]),
+        "slots": random.choice([2, 8]),
+        "policy": random.choice(["fcfs", "priority"]),
         "extra": extra,
     }
 
@@ -111,8 +127,15 @@ def draw_clients(random: Random, engines: int) -> list[Client]:
         prompt = before + [random.randrange(900) for _ in range(length - len(before))]
         come = clients[-1].round + random.choice([0, 0, 0, 1, 8]) if clients else 0
         right = expected(prompt, random.choice([1, 5, 20, 60, 60]))
-        clients.append(Client(f"r{number}", random.randrange(engines), prompt, right, come))
+        engine, priority = random.randrange(engines), random.randrange(3)
+        uncached = random.random() < 0.1
+        clients.append(Client(f"r{number}", engine, prompt, right, come, priority, uncached))
     return clients
+
+
+def draw_pause(random: Random, rounds: int, engines: int) -> tuple[int, int, int, PauseState]:
+    first, state = random.randrange(rounds), random.choice(PAUSES)
+    return first, first + random.choice([1, 5, 30]), random.randrange(engines), state
 
 
 def draw_fault(random: Random, rounds: int) -> Fault:

@@ -4,6 +4,9 @@ The runner computes nothing but bytes: what a token leaves in the cache is a fun
 up to it, and of the engine's weights. In each step it checks that the cache holds exactly that for
 every token that the scheduler takes for computed; so a wrong, stale or missing byte is noticed
 wherever it comes from.
+
+`step` does what vLLM's engine core does in one turn of its loop. So an engine that vLLM takes for
+idle does not step.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -46,7 +51,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -148,7 +153,12 @@ class SchedulerEngine:
         order: str = "LBHNC",
         on_failure: str = "",
         asynchronous: bool = False,
+        drafts: int = 0,
+        slots: int = 8,
+        policy: str = "fcfs",
     ) -> None:
+        """`drafts`: tokens that are guessed in each step, some of them wrong; not with states.
+        `slots`: requests that run at a time. `policy`: the order in which vLLM schedules them."""
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(llama_config()))
         own = {"path": str(folder / "unused"), "weight_revision": "test", **ALWAYS, **(extra or {})}
@@ -176,7 +186,8 @@ class SchedulerEngine:
                 mamba_block_size=block_size if hybrid == "state" else None,
             ),
             scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
+                max_num_seqs=slots,
+                policy=policy,
                 max_num_batched_tokens=batched,
                 max_model_len=1024,
                 is_encoder_decoder=False,
@@ -187,6 +198,14 @@ class SchedulerEngine:
         )
         config.scheduler_config.async_scheduling = asynchronous  # vLLM has none on a CPU
         config.cache_config.num_gpu_blocks = blocks
+        if drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                prompt_lookup_max=4,
+                target_model_config=model,
+                target_parallel_config=config.parallel_config,
+            )
         config.parallel_config.tensor_parallel_size = tp
         config.parallel_config.prefill_context_parallel_size = pcp
         config.parallel_config.decode_context_parallel_size = dcp
@@ -276,7 +295,13 @@ class SchedulerEngine:
         self._loading: dict[str, tuple[int, int, int]] = {}  # weights, first token, and the end
         self._in_flight: list[tuple[Any, ModelRunnerOutput]] = []
         self._asynchronous = asynchronous
-        self._reports: dict[str, int] = {}
+        self._drafts = drafts
+        self._guesses: dict[str, list[int]] = {}  # of the next tokens
+        # Of each step in flight, by request and its preemptions: drafts that were wrong. vLLM's
+        # asynchronous scheduler counts them as computed until it hears of them.
+        self._rejected: list[dict[tuple[str, int], int]] = []
+        self.leaving: list[str] = []  # requests to be aborted while the next step runs
+        self._aggregator = KVOutputAggregator(len(self.workers))
         self.preempted = 0
         while not self.pool.started:
             assert self.scheduler.has_requests()  # vLLM steps while there are
@@ -301,10 +326,22 @@ class SchedulerEngine:
             return rows.reshape(*rows.shape[:2], 1, HEADS * DIM)
         return rows[:, :, self.ranks[rank] * self._heads : (self.ranks[rank] + 1) * self._heads]
 
-    def add(self, name: str, tokens: list[int], output: int = 4, lora: Any = None) -> None:
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        output: int = 4,
+        lora: Any = None,
+        *,
+        priority: int = 0,
+        uncached: bool = False,
+    ) -> None:
+        """`uncached`: its prompt is computed whole, as where its logprobs are wanted."""
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         params.update_from_generation_config({}, None)
-        request = Request(name, tokens, params, None, lora_request=lora, block_hasher=self._hasher)
+        params.skip_reading_prefix_cache = uncached
+        own: dict[str, Any] = {"lora_request": lora, "priority": priority}
+        request = Request(name, list(tokens), params, None, block_hasher=self._hasher, **own)
         self.tokens[name], self.computed[name], self.out[name] = list(tokens), 0, []
         self.ended[name] = []
         self.scheduler.add_request(request)
@@ -312,9 +349,14 @@ class SchedulerEngine:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def change_weights(self) -> None:
-        """As an operator does it. The pool has a new epoch; vLLM keeps blocks if any are in use."""
-        emptied = self.scheduler.reset_prefix_cache(reset_connector=True)
+    def change_weights(self, *, running: bool = False) -> None:
+        """As an operator does it. The pool has a new epoch; vLLM keeps blocks if any are in use.
+        `running`: preempt requests that run. If blocks stay in use, vLLM refuses, and so the
+        weights do not change."""
+        try:
+            emptied = self.scheduler.reset_prefix_cache(running, reset_connector=True)
+        except RuntimeError:
+            return
         self.weights += 1
         if emptied:
             self.oldest_weights = self.weights
@@ -336,12 +378,21 @@ class SchedulerEngine:
             assert time.monotonic() < deadline, else_
             self.step()
 
-    def step(self) -> None:
-        """One step; an asynchronous scheduler is told of it one step later."""
-        output = self.scheduler.schedule()
-        self._in_flight.append((output, self._run_model(output)))
-        if not self._asynchronous or len(self._in_flight) > 1:
-            self._report(*self._in_flight.pop(0))
+    def step(self, *, throttle: bool = False) -> None:
+        """One turn of vLLM's loop, unless the engine is idle; an asynchronous scheduler is told of
+        a step one step later. `throttle`: other data-parallel ranks compute no prefills now."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule(throttle)
+            self._in_flight.append((output, self._run_model(output)))
+            if len(self._in_flight) <= self._asynchronous and (
+                output.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
+                return
+        elif not self._in_flight:
+            return
+        while self.leaving:
+            self.abort(self.leaving.pop())
+        self._report(*self._in_flight.pop(0))
 
     def _report(self, output: Any, results: ModelRunnerOutput) -> None:
         for told in self.scheduler.update_from_output(output, results).values():
@@ -349,9 +400,18 @@ class SchedulerEngine:
                 self.out[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
                     self.ended[one.request_id].append(str(one.finish_reason))
+        rejected = self._rejected.pop(0)
+        if self._drafts and not self._asynchronous and rejected:
+            names = [name for name, _ in rejected]
+            guesses = [list(self._guesses[name]) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
 
     def _run_model(self, output: Any) -> ModelRunnerOutput:
-        self.execute(output)
+        names = list(output.num_scheduled_tokens)
+        steps = {name: self._inputs(name, output) for name in names}
+        self.execute(output, steps)
+        self._rejected.append({})
+        sampled = [self._sample(name, *steps[name]) for name in names]
         metadata = output.kv_connector_metadata
         several = isinstance(metadata, MultiKVConnectorMetadata)
         if several:
@@ -362,41 +422,21 @@ class SchedulerEngine:
                 first = min(segment.start for segment in order.segments)
                 stop = max(segment.stop for segment in order.segments)
                 self._loading[order.request_id] = (self.weights, first, stop)
-        results = KVConnectorOutput()
-        together, self._first = self._first, FerryReport()
-        ended: dict[str, int] = {}
-        for worker in self.workers:
-            worker.start(metadata.pool, idle=metadata.idle)
-            worker.save()
-            mine = worker.results()
-            for name in mine.finished_recving:
-                ended[name] = ended.get(name, 0) + 1
-            results.failed_recving |= mine.failed_recving
-            results.invalid_block_ids |= worker.take_invalid()
-            together = together.aggregate(worker.take_report())
-        for name, count in ended.items():  # told when all workers have told, as vLLM's aggregator
-            self._reports[name] = self._reports.get(name, 0) + count
-            if self._reports[name] == len(self.workers):
-                del self._reports[name]
-                results.finished_recving = (results.finished_recving or set()) | {name}
-        for loaded in together.loaded:
+        outputs = [
+            ModelRunnerOutput([], {}, kv_connector_output=self._connect(worker, metadata))
+            for worker in self.workers
+        ]
+        first = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+        assert first is not None and first.kv_connector_output is not None
+        results = first.kv_connector_output
+        report, self._first = self._first.aggregate(results.kv_connector_worker_meta), FerryReport()
+        for loaded in report.loaded:
             if not loaded.ok:  # the engine may find the same tokens in its own cache
                 self._loading.pop(loaded.request_id, None)
-        told: Any = together
+        results.kv_connector_worker_meta = report
         if several:
-            sibling = FerryReport(together.handshakes)
-            told = MultiKVConnectorWorkerMetadata((sibling, told))
-        results.kv_connector_worker_meta = told
-        names = list(output.num_scheduled_tokens)
-        sampled = []
-        for name in names:
-            request = self.scheduler.requests[name]
-            done = request.num_computed_tokens  # after this step: schedule has advanced it
-            if done >= len(self.tokens[name]):
-                sampled.append([answer(self.tokens[name])])
-                self.tokens[name] += sampled[-1]
-            else:
-                sampled.append([])
+            sibling = FerryReport(report.handshakes)
+            results.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata((sibling, report))
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
@@ -404,10 +444,54 @@ class SchedulerEngine:
             kv_connector_output=results,
         )
 
-    def execute(self, output: Any) -> None:
+    def _connect(self, worker: PoolWorker, metadata: Any) -> KVConnectorOutput:
+        """One worker's part of a step, after it has computed."""
+        worker.start(metadata.pool, idle=metadata.idle)
+        worker.save()
+        results = worker.results()
+        return KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.take_invalid(),
+            kv_connector_worker_meta=worker.take_report(),
+        )
+
+    def _inputs(self, name: str, output: Any) -> tuple[int, list[int], int]:
+        """Of one request's step: its first token, all tokens up to its end, and the drafts."""
+        request, count = self.scheduler.requests[name], output.num_scheduled_tokens[name]
+        told = list(request.all_token_ids)
+        known = told + self.tokens[name][len(told) :]
+        life = (name, request.num_preemptions)
+        # vLLM counts what it scheduled as computed
+        stop = request.num_computed_tokens - sum(step.get(life, 0) for step in self._rejected)
+        drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+        if self._asynchronous and drafts:  # the scheduler knows only how many there are
+            drafts = [*self._guesses.get(name, []), *[-1] * len(drafts)][: len(drafts)]
+        tokens = known[: stop - len(drafts)] + drafts
+        assert len(tokens) == stop, "the scheduler counts on tokens that there are not"
+        return stop - count, tokens, len(drafts)
+
+    def _sample(self, name: str, start: int, tokens: list[int], drafts: int) -> list[int]:
+        """The tokens after a step, where it computed all tokens before them."""
+        request, first = self.scheduler.requests[name], len(tokens) - drafts
+        if request.is_prefill_chunk:
+            return []
+        sampled: list[int] = []
+        for stop in range(first, len(tokens) + 1):
+            sampled.append(answer(tokens[:stop]))
+            if stop == len(tokens) or tokens[stop] != sampled[-1]:
+                break
+        self.tokens[name] = known = tokens[:first] + sampled
+        if self._drafts:
+            self._rejected[-1][name, request.num_preemptions] = drafts + 1 - len(sampled)
+            right = sum(known[-3:]) % (self._drafts + 1)
+            guesses = expected(known, self._drafts)
+            self._guesses[name] = guesses[:right] + [guess + 1 for guess in guesses[right:]]
+        return sampled
+
+    def execute(self, output: Any, steps: dict[str, tuple[int, list[int], int]]) -> None:
         """Compute, and check what counts as computed before."""
-        new = output.scheduled_new_reqs
-        for request in new:
+        for request in output.scheduled_new_reqs:
             self.tables[request.req_id] = [list(ids) for ids in request.block_ids]
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -416,11 +500,10 @@ class SchedulerEngine:
             elif blocks:
                 for table, ids in zip(self.tables[name], blocks, strict=True):
                     table += ids
-        starts = [(r.req_id, r.num_computed_tokens) for r in new]
-        starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = [(name, start) for name, (start, *_) in steps.items()]
         told = []
         for name, start in starts:
-            rows = content(self.tokens[name][: start + output.num_scheduled_tokens[name]])
+            rows = content(steps[name][1])
             for number, group in enumerate(self.model.groups):
                 mine = rows[:, list(group.layers)]
                 if group.is_state:
@@ -511,7 +594,8 @@ class SchedulerEngine:
             orders=int(self.pool.has_work),
             loads_of_workers=sum(len(worker._orders) for worker in self.workers),
             running=sum(rank._loader.running + rank._saver.running for rank in self.pool_ranks),
-            told_in_part=len(self._reports),
+            told_in_part=len(self._aggregator._recv_remaining_count),
+            failed_in_part=len(self._aggregator._failed_recving_pending),
             children=len(getattr(self.connector, "_requests_to_connector", ())),
         )
         return {name: count for name, count in kept.items() if count}

@@ -236,6 +236,11 @@ def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:
     scored = Request("s", [3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
     scored.kv_transfer_params = {"do_remote_decode": True}
     assert prefilled(scored, ([7], [1])).tokens == 3  # a decode engine loads none of it
+    shared = list(range(20))  # where the engine runs in its client's process, and `n` is 2
+    for _ in range(2):
+        sample = Request("n", shared, SamplingParams(max_tokens=1), None)
+        sample.kv_transfer_params = {"do_remote_decode": True}
+        assert prefilled(sample, ([7], [1, 2])).tokens == 19
 
 
 CONFIGS = ("vllm_config", "kv_cache_config")

@@ -328,6 +328,32 @@ def test_events_wait_for_all_workers(made: tuple[VllmPoolScheduler, Blocks]) -> 
     assert not scheduler.pool.has_work
 
 
+@pytest.mark.parametrize("hashed", [BLOCK, BLOCK // 2])  # tokens, which vLLM hashes together
+@pytest.mark.parametrize("as_numbers", [True, False])
+def test_events_have_the_hashes_of_vllm(
+    made: tuple[VllmPoolScheduler, Blocks],
+    hashed: int,
+    as_numbers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the blocks of a later chunk, around one that was not saved."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(as_numbers)))
+    scheduler, _ = made
+    scheduler._events.hash_tokens = hashed
+    asked = request(6 * BLOCK)
+    asked.block_hashes = [bytes([i]) * 32 for i in range(6 * BLOCK // hashed)]
+    every = BLOCK // hashed
+    ends = [maybe_convert_block_hash(one) for one in asked.block_hashes[every - 1 :: every]]
+    scheduler.on_new_request(asked)
+    scheduler.step(step("r", 0, 2 * BLOCK, [1, 2]))
+    (save,) = scheduler.step(step("r", 2 * BLOCK, 4 * BLOCK, [1, 2, 3, 4, 5, 6])).saves
+    scheduler.reported(FerryReport(saved=[Saved(save.job_id, ((0, 4),)), Saved(save.job_id)]), ())
+    before, after = scheduler.take_events()
+    assert (before.parent_block_hash, before.block_hashes) == (ends[1], ends[2:4])
+    assert (after.parent_block_hash, after.block_hashes) == (ends[4], ends[5:])
+    assert after.token_ids == list(range(5 * BLOCK, 6 * BLOCK)) and after.extra_keys == [None]
+
+
 def test_no_event_for_blocks_of_replaced_weights(made: tuple[VllmPoolScheduler, Blocks]) -> None:
     """A save ends after a reset: no request finds its blocks any more."""
     scheduler, blocks = made
@@ -540,30 +566,6 @@ def test_most_layers_of_a_step_are_final_before_its_end(monkeypatch: pytest.Monk
     assert early(*sorted([*names, *names])) == []
     assert early(*names, "state", "half") is None  # of sixteen
     assert early(*names, "state", "half") == [0, 1, 2, 3, 4, 5, 6, 7, 9]
-
-
-def test_an_event_at_another_place_is_not_mistaken_for_an_earlier_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same layers, but after a step that told of fewer: the event comes earlier."""
-    monkeypatch.setattr(torch, "Event", Recorded)
-    memory = torch.zeros(24, 4096, dtype=torch.uint8)
-    layers = pool_worker._Layers({f"layer {n}": memory[n] for n in range(24)})
-    addresses = np.array([row.data_ptr() for row in memory])
-    names = [f"layer {n}" for n in range(24)]
-    for told, count in ((names, 21), (names[:16], None), (names, 14), (names, 21)):
-        saves: list[SaveOrder] = []
-        for name in told:
-            layers.computed(name, saves)
-        found = layers.take_early(saves)
-        if count is None:
-            assert found is None
-        else:
-            assert found is not None
-            ready = Ready(2, 1, found.memory)
-            assert ready.is_early(addresses, np.full(24, 64)).tolist() == [
-                number < count for number in range(24)
-            ]
 
 
 def test_a_model_of_the_hub_is_named_by_its_commit(

@@ -7,6 +7,7 @@ half a cache, four times more of them than blocks, and engines that hold for eac
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import pytest
 pytest.importorskip("vllm", reason="this tier runs in the environment with vLLM")
 with warnings.catch_warnings():  # torch and vLLM warn of themselves
     warnings.simplefilter("ignore")
-    from modelless import Modelless, expected, run
+    from vllm.v1.core.sched.interface import PauseState
 
+    from modelless import Modelless, expected, pool_in, run
+
+from dir_store import DirStore
 from kvferry.vllm import consuming
 from tiny_models import make_model
 from vllm_engines import free_port
@@ -154,3 +158,78 @@ def test_who_stands_still_gives_way(
     assert {"gave way": 1} in one.told("requests_computed_here") + two.told(
         "requests_computed_here"
     )
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_paused_engine_does_not_give_way(
+    make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch, state: PauseState
+) -> None:
+    """It computes nothing, with holds and tickets of its own, because an operator wants that."""
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.05)
+    one, two = make("one"), make("two")
+    for seed, engine in enumerate((one, two)):
+        engine.add("p", prompt(seed, SMALL), 1, do_remote_decode=True)
+        run(engine, until=lambda: "p" in engine.ended)  # noqa: B023
+    two.scheduler.set_pause_state(state)
+    two.add("d", prompt(0, SMALL), TOKENS, **one.params["p"])
+    begun = time.monotonic()
+    run(one, two, until=lambda: time.monotonic() > begun + 0.3)
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 60.0)
+    two.scheduler.set_pause_state(PauseState.UNPAUSED)
+    run(one, two, until=lambda: "d" in two.ended)
+    assert sum(two.told("loads")) == 1 and not two.counted("requests_computed_here")
+    one.add("d", prompt(1, SMALL), TOKENS, **two.params["p"])
+    run(one, two, until=lambda: "d" in one.ended)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_paused_engine_looks_for_producers(
+    make: Callable[..., Modelless], state: PauseState
+) -> None:
+    """A hold is renewed once its producer is found, and a pause may be longer than a lease."""
+    port = free_port()
+    p = make("p", connector="MooncakeConnector", role="kv_producer", bootstrap_port=port)
+    d = make("d", connector="MooncakeConnector", role="kv_consumer")
+    d.scheduler.set_pause_state(state)
+    d.add("r", prompt(1, SMALL), TOKENS, **mooncake_decode("t", port, "p"))
+    run(d, until=lambda: d.ferry.consuming.renewer.watched)
+    d.step()
+    assert not d.scheduler.has_requests(), "it would not come to rest"
+    p.add("r", prompt(1, SMALL), 1, **mooncake_prefill("t"))
+    run(p, until=lambda: p.ferry.producing.held)
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    run(p, d, until=lambda: "r" in d.ended)
+    assert d.tokens["r"] == expected(prompt(1, SMALL), TOKENS) and sum(d.told("loads")) == 1
+
+
+def test_an_engine_that_loads_from_a_pool_does_not_stand_still(
+    make: Callable[..., Modelless], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: it will have blocks for its tickets."""
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.05)
+    pool = pool_in(tmp_path / "pool")
+    one, two = make("one", pool=pool), make("two", pool=pool)
+    one.add("saved", prompt(3, LARGE), 1)
+    run(one, until=lambda: "saved" in one.ended and not one.used_blocks)
+    for seed, (engine, length) in enumerate(((one, LARGE), (two, SMALL))):
+        engine.add("p", prompt(seed, length), 1, do_remote_decode=True)
+        run(engine, until=lambda: "p" in engine.ended)  # noqa: B023
+    reading, go_on, get = threading.Event(), threading.Event(), DirStore.get
+
+    def slow(*call: Any) -> Any:
+        reading.set()
+        go_on.wait(20)
+        return get(*call)
+
+    monkeypatch.setattr(DirStore, "get", slow)
+    two.add("loads", prompt(3, LARGE), TOKENS)
+    run(two, until=reading.is_set)
+    two.add("d", prompt(0, LARGE), TOKENS, **one.params["p"])
+    begun = time.monotonic()
+    run(one, two, until=lambda: time.monotonic() > begun + 0.3)
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 60.0)
+    go_on.set()
+    run(one, two, until=lambda: "d" in two.ended)
+    assert sum(two.told("loads")) == 1 and not two.counted("requests_computed_here")
+    one.add("d", prompt(1, SMALL), TOKENS, **two.params["p"])
+    run(one, two, until=lambda: "d" in one.ended)

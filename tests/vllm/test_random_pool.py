@@ -2,14 +2,15 @@
 
 vLLM's schedulers, the pool and its embedded store are real (tests/support/vllm_scheduler.py, which
 checks each cached byte before it is used). A seed draws a `Scenario` before anything runs: engines
-of other shapes (`SHAPES`), prompts with common prefixes, conversations that go on at any engine,
-and what goes wrong (`KINDS`):
+of other shapes (`SHAPES`) and schedulers, with speculation or without; prompts with common
+prefixes, conversations that go on at any engine, and what goes wrong (`KINDS`):
 
     calm     nothing: a new engine of each shape loads something in the end
     crowded  the store and the caches are small: objects are evicted while others read them, and
-             requests are preempted; clients leave at any time
-    rough    besides, weights change, the store fails, lies or hangs for some calls, and lookups,
-             loads and saves have little time
+             requests are preempted; clients leave at any time, also while a step runs; engines are
+             paused
+    rough    besides, weights change, also under running requests, the store fails, lies or hangs
+             for some calls, and lookups, loads and saves have little time
 
 What is loaded depends on the machine's speed, except in `calm`. A store that hangs does so for some
 rounds of steps. A failure shows its scenario and what is left. Its seed is in the test's name:
@@ -34,6 +35,8 @@ pytest.importorskip(
     "vllm.v1.core.sched.scheduler", reason="this tier runs in the environment with vLLM"
 )
 pytest.importorskip("kvferry.vllm.connector")
+
+from vllm.v1.core.sched.interface import PauseState
 
 from dir_store import BadCalls, FaultyStore
 from kvferry.pool import layout_registry, lookup, rank
@@ -75,7 +78,7 @@ class Crowd:
             self.begin(now)
             for engine in self.engines:
                 for _ in range(self.random.choice([0, 1, 1, 2])):
-                    engine.step()
+                    engine.step(throttle=self.random.random() < 0.2)
             over = all(self.over(client) for client in self.scenario.clients)
             if over and now > self.scenario.last:
                 break
@@ -86,14 +89,21 @@ class Crowd:
     def begin(self, now: int) -> None:
         for client in self.scenario.clients:
             if client.round == now:
-                self.engines[client.engine].add(client.name, client.prompt, len(client.right))
-        for when, client in self.scenario.aborts:
+                own: dict[str, Any] = {"priority": client.priority, "uncached": client.uncached}
+                engine = self.engines[client.engine]
+                engine.add(client.name, client.prompt, len(client.right), **own)
+        for when, client, inside in self.scenario.aborts:
             if when == now and not self.over(client):
                 self.aborted.add(client.name)
-                self.engines[client.engine].abort(client.name)
-        for when, engine in self.scenario.changes:
+                engine = self.engines[client.engine]
+                engine.leaving.append(client.name) if inside else engine.abort(client.name)
+        for when, number, running in self.scenario.changes:
             if when == now:
-                self.engines[engine].change_weights()
+                self.engines[number].change_weights(running=running)
+        for when, stop, number, state in self.scenario.pauses:
+            if now in (when, stop):
+                state = state if now == when else PauseState.UNPAUSED
+                self.engines[number].scheduler.set_pause_state(state)
         for fault in self.scenario.faults:
             if fault.round == now:
                 bad = self.faults[fault.call] = BadCalls(fault.call, fault.how, fault.calls)

@@ -469,6 +469,10 @@ class PoolScheduler:
         return self._quarantine.blocks
 
     @property
+    def loading(self) -> bool:
+        return bool(self._loads)
+
+    @property
     def has_work(self) -> bool:
         """Whether the engine must keep stepping to hear of ended jobs."""
         return bool(self._jobs or self._orders.saves or self._orders.loads)

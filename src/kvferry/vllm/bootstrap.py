@@ -179,7 +179,8 @@ class Rendezvous:
     def __init__(
         self, config: FerryConfig, sockets: Sockets, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` measures the age of answers."""
+        """`clock` measures the age of answers. One thread, the scheduler's, calls `find`, `shape`
+        and `forget`."""
         self._clock = clock
         self._reach = Reach(config.secret is not None, config.admits)
         self._sockets = sockets
@@ -198,19 +199,26 @@ class Rendezvous:
         self._told.set()
 
     def find(self, place: BootstrapPlace) -> Whereabouts | None:
-        """A producer, or None while a thread asks for it. Raises if it cannot be found."""
+        """A producer, or None while a thread asks for it. Raises if it cannot be found. If there
+        is no answer at all, the last one serves."""
         now = self._clock()
-        with self._lock:
-            asked = self._asked.get(place)
-            if asked is None or asked.stale(now):
-                asked = self._ask_anew(place, asked, now)
-        last = asked.before[1] if asked.before is not None else None
-        if not asked.answer.done():
-            return last if now > asked.at + PATIENCE_SECONDS else None
-        if asked.error is not None:
-            self.forget(place)  # the next request asks again
-            raise asked.error
-        return asked.known[1] if asked.known is not None else None
+        asked = self._asked.get(place)
+        if asked is None:
+            if len(self._asked) >= MOST_KEPT:
+                self._asked.pop(next(iter(self._asked)))
+            asked = self._asked[place] = _Asked(now, self._ask(place))
+        if asked.answer.done():
+            error = asked.answer.exception()
+            if error is None:
+                asked.known = asked.answer.result()
+            elif asked.last(now) is None or type(error) is not HandoverError:
+                del self._asked[place]  # the next request asks again
+                raise error
+            assert asked.known is not None
+            if now <= max(asked.at, asked.known[0]) + FRESH_SECONDS:
+                return asked.known[1]
+            asked.at, asked.answer = now, self._ask(place)
+        return asked.last(now) if now > asked.at + PATIENCE_SECONDS else None
 
     def shape(self, ticket: Ticket, since: float) -> EngineShape | None:
         """The shape of a ticket's engine, or None while a thread asks for it. Raises if the engine
@@ -222,8 +230,7 @@ class Rendezvous:
         if key not in self._shapes:
             found = self.find(place)
             if found is not None and found.incarnation != ticket.incarnation:
-                with self._lock:
-                    asked = self._asked.get(place)
+                asked = self._asked.get(place)
                 if asked is not None and asked.at >= since and asked.answer.done():
                     raise HandoverError(
                         f"engine {ticket.engine_id!r:.80} was restarted or reset since it issued "
@@ -234,17 +241,11 @@ class Rendezvous:
 
     def forget(self, place: BootstrapPlace) -> None:
         """Drop the answer for this place, so that the next request asks again."""
-        with self._lock:
-            asked = self._asked.get(place)
-            if asked is not None and asked.answer.done():
-                del self._asked[place]
+        asked = self._asked.get(place)
+        if asked is not None and asked.answer.done():
+            del self._asked[place]
 
-    def _ask_anew(self, place: BootstrapPlace, before: _Asked | None, now: float) -> _Asked:
-        known = before.known if before is not None else None
-        if known is not None and now > known[0] + KEEP_SECONDS:
-            known = None
-        if before is None and len(self._asked) >= MOST_KEPT:
-            self._asked.pop(next(iter(self._asked)))
+    def _ask(self, place: BootstrapPlace) -> Future[tuple[float, Whereabouts]]:
         answer: Future[tuple[float, Whereabouts]] = Future()
 
         def ask(seconds: float) -> None:
@@ -258,8 +259,7 @@ class Rendezvous:
             answer.set_exception(error)
         except KvferryError as error:  # no more threads, too many questions, or we are closed
             answer.set_exception(HandoverError(f"{place.address} cannot be asked: {error}"))
-        asked = self._asked[place] = _Asked(now, answer, known)
-        return asked
+        return answer
 
     def _found_at(self, place: BootstrapPlace, seconds: float) -> Whereabouts:
         if place.bootstrap:
@@ -464,35 +464,19 @@ class Registration:
                 pause, failed = REFRESH_SECONDS, False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
-    """A question, and the last good answer before it."""
+    """The latest question for a producer, and the latest good answer."""
 
     at: float
     answer: Future[tuple[float, Whereabouts]]  # and when it came
-    before: tuple[float, Whereabouts] | None
+    known: tuple[float, Whereabouts] | None = None
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why the producer cannot be found. If there is no answer at all, the last one serves."""
-        error = self.answer.exception() if self.answer.done() else None
-        serves = self.before is not None and type(error) is HandoverError
-        return None if serves else error
-
-    @property
-    def known(self) -> tuple[float, Whereabouts] | None:
-        """The latest answer, if any was good."""
-        if self.answer.done() and not self.answer.exception():
-            return self.answer.result()
-        return self.before
-
-    def stale(self, now: float) -> bool:
-        """Whether to ask anew. An error is not stale before `find` has raised and forgotten it, or
-        an error that takes long to come would never be raised."""
-        if not self.answer.done():
-            return False
-        seconds = KEEP_SECONDS if self.error is not None else FRESH_SECONDS
-        return now > max(self.at, self.known[0] if self.known else 0.0) + seconds
+    def last(self, now: float) -> Whereabouts | None:
+        """The latest good answer, if it is not too old to serve without a new one."""
+        if self.known is None or now > self.known[0] + KEEP_SECONDS:
+            return None
+        return self.known[1]
 
 
 def _directory(params: Mapping[str, Any]) -> str | None:

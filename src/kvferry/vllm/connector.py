@@ -246,7 +246,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         idle, queueing = scheduler_output.total_num_scheduled_tokens == 0, False
         if self.handover is not None:
             consuming = self.handover.consuming
-            consuming.give_way(still=idle and bool(self.handover.producing.held))
+            still = idle and not (self.pool is not None and self.pool.pool.loading)
+            consuming.give_way(still=still and bool(self.handover.producing.held))
             consuming.settle()
             queueing = idle and consuming.queueing
             handover = self.handover.parts.orders.take()

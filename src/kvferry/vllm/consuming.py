@@ -69,6 +69,7 @@ class Consuming:
     _described: bool = False  # whether this engine's workers have described themselves
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
+    _asked: bool = False  # whether vLLM has asked for a match since the last step
 
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
         """Set this engine's description. With windows, not every shape can be loaded from."""
@@ -88,6 +89,7 @@ class Consuming:
             self._seeking[request_id] = request
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        self._asked = True
         wanted = self.wanted.get(request.request_id)
         if wanted is None or wanted.over or wanted.loading:
             return 0, False
@@ -363,7 +365,7 @@ class Consuming:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` has work left even if no request comes."""
-        return bool(self._unfound) or bool(self._leaving)
+        return bool(self._seeking or self._unfound or self._leaving)
 
     @property
     def busy(self) -> bool:
@@ -379,8 +381,10 @@ class Consuming:
         """Called once a step. `still`: it computes nothing, and this engine holds prompts.
 
         If nothing loads either, the queued requests wait until other engines fetch what this one
-        holds, and those engines may do the same.
+        holds, and those engines may do the same. An engine that an operator has paused only seems
+        to stand still: vLLM asks for no match.
         """
+        still, self._asked = still and self._asked, False
         live = [(name, one) for name, one in self.wanted.items() if not one.over] if still else []
         queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
         now = time.monotonic()

@@ -332,11 +332,13 @@ class PrefillCut:
             return
         if getattr(request, "skip_reading_prefix_cache", False):
             return
-        del request.prompt_token_ids[-self.held_back :]
+        # a new list: in the client's process, its other samples and its response have the old one
+        request.prompt_token_ids = request.prompt_token_ids[: -self.held_back]
         del request._all_token_ids[-self.held_back :]
         request.num_prompt_tokens -= self.held_back
         request.max_tokens = 1
-        request.kv_transfer_params[CUT] = True  # so that siblings do not cut it again
+        # so that siblings do not cut it again
+        request.kv_transfer_params = {**request.kv_transfer_params, CUT: True}
         request.block_hashes.clear()  # the last block may not be whole any more
         request.update_block_hashes()
 

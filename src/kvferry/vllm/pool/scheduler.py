@@ -212,8 +212,10 @@ class VllmPoolScheduler:
 
     @property
     def waits_for_a_step(self) -> bool:
-        """Whether an idle engine should step: until saves have ended and routers were told."""
-        return self.pool.has_work or self._events.waiting
+        """Whether an idle engine should step: until saves and hung loads have ended, so that it has
+        all its blocks, and routers were told."""
+        waiting = self.pool.has_work or self._events.waiting
+        return waiting or self.pool.quarantined_blocks > 0
 
     def take_events(self) -> list[Any]:
         """vLLM calls this once for every step, when its results are back, so this is where steps
@@ -307,46 +309,56 @@ class PoolEvents:
 
         lora = getattr(request, "lora_request", None)
         for blocks in saved.tables:
-            size = self._pool.block_tokens(blocks.table)
-            hashes, contents = {}, []
-            for number, digest in zip(blocks.numbers, blocks.contents, strict=True):
-                block_hash = self._hash(request, size, number)
-                if block_hash is not None and (blocks.table, number) not in saved.failed:
-                    hashes[number] = block_hash
-                    contents.append(digest)
-            keys = self._pool.keys_of(blocks.table, contents)
-            for block_hash, of_block in zip(hashes.values(), keys, strict=True):
-                self._pool.watch.add((block_hash, blocks.table), of_block)
-            for run in _runs(list(hashes)):
-                parent = self._hash(request, size, run[0] - 1) if run[0] else None
+            table, size = blocks.table, self._pool.block_tokens(blocks.table)
+            hashes = self._hashes(request, size, blocks.numbers)
+            kept = {
+                number: content
+                for number, content in zip(blocks.numbers, blocks.contents, strict=True)
+                if number in hashes and (table, number) not in saved.failed
+            }
+            keys = self._pool.keys_of(table, list(kept.values()))
+            for number, of_block in zip(kept, keys, strict=True):
+                self._pool.watch.add((hashes[number], table), of_block)
+            for run in _runs(list(kept)):
                 self._events.append(
                     BlockStored(
                         block_hashes=[hashes[number] for number in run],
-                        parent_block_hash=parent,
+                        parent_block_hash=hashes[run[0] - 1] if run[0] else None,
                         token_ids=list(request.all_token_ids[run[0] * size : (run[-1] + 1) * size]),
                         block_size=size,
                         lora_id=getattr(lora, "lora_int_id", None),
                         medium=MEDIUM,
                         lora_name=getattr(lora, "lora_name", None),
                         extra_keys=_extra_keys(request, run, size),
-                        group_idx=blocks.table,
+                        group_idx=table,
                     )
                 )
 
-    def _hash(self, request: Any, block_tokens: int, number: int) -> Any:
-        """vLLM's hash of the tokens up to the end of one of our blocks; None: vLLM has none."""
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    def _hashes(
+        self, request: Any, block_tokens: int, numbers: Sequence[int]
+    ) -> dict[int, int | bytes]:
+        """vLLM's hashes of the tokens up to the end of each of our blocks, and of those before
+        them, as its events have them. Without blocks for which vLLM has none."""
+        from vllm import envs
 
-        tokens, size = (number + 1) * block_tokens, self.hash_tokens or block_tokens
-        if block_tokens % size or tokens // size > len(request.block_hashes):
-            return None
-        return maybe_convert_block_hash(request.block_hashes[tokens // size - 1])
+        every, rest = divmod(block_tokens, self.hash_tokens or block_tokens)
+        if rest:
+            return {}
+        of_ours: list[bytes] = list(request.block_hashes[every - 1 :: every])
+        first = max(0, min(numbers) - 1)
+        found = enumerate(of_ours[first : max(numbers) + 1], first)
+        if not envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
+            return dict(found)
+        # as `maybe_convert_block_hash`, which looks the setting up for each block
+        return {n: int.from_bytes(one, "big") & ((1 << 64) - 1) for n, one in found}
 
 
 def _extra_keys(request: Any, numbers: Sequence[int], block_tokens: int) -> list[Any] | None:
     """The keys besides tokens in vLLM's hashes of these blocks: salts, adapters, images."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
+    if not (request.lora_request or request.mm_features or request.cache_salt):
+        return [None] * len(numbers)
     keys = []
     for number in numbers:
         start = number * block_tokens

@@ -251,7 +251,6 @@ class _Layers:
         self._names: list[str] = []  # of this step
         self._event: Any = None
         self._before = 0  # layers before the event
-        self._known: tuple[int, list[str], RegionTable] | None = None  # of an earlier step
 
     def computed(self, name: str, saves: list[SaveOrder]) -> int:
         """Note a layer; returns how many of this step there are."""
@@ -277,12 +276,10 @@ class _Layers:
         self._usual[names[0]] = len(names)
         if event is None:
             return None
-        if self._known is None or self._known[:2] != (before, names):
-            once = len(set(names[:before])) == before
-            done = set(names[:before]) - set(names[before:]) if once else set()
-            final = [memory for memory, owners in self._memory if owners <= done]
-            self._known = before, names, RegionTable.of(final)
-        return _LayersDone(event, self._known[2])
+        once = len(set(names[:before])) == before
+        done = set(names[:before]) - set(names[before:]) if once else set()
+        final = [memory for memory, owners in self._memory if owners <= done]
+        return _LayersDone(event, RegionTable.of(final))
 
 
 def _span(tensor: Any) -> tuple[int, int]:
