@@ -378,6 +378,8 @@ def test_an_exception_at_each_point_of_a_load(
     assert all(not end.ok and end.bad_from == 0 for end in ends)
     counters = [rank.counters for rank in reader.ranks.values()]
     assert sum(c["load_failures"] for c in counters) == len(ends)
+    tracker = reader.scheduler.track("r", tuple)
+    assert reader.scheduler.matched("r", tracker, tokens, 0) is None, "loaded requests come first"
     assert reader.matched("r", tokens) == 0, "a request whose load failed is not matched again"
     assert reader.matched("new", tokens) == found
     assert all(end.ok for end in reader.load("new", found))

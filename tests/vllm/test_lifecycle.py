@@ -575,6 +575,20 @@ def test_a_hold_that_was_not_loaded_is_not_counted_as_delivered(make: Pairs) -> 
         assert told[-1] == {why: 1} and len(told) == (1 if why == "delivered" else 2)
 
 
+def test_a_failed_load_does_not_block_the_loads_behind_it(make: Pairs) -> None:
+    """A load has the blocks of its window, computing needs those of all tokens. vLLM would wait for
+    blocks at the failed request, while a loaded one behind it has them."""
+    p, d = make("p", window=40), make("d", window=40, block_size=8, blocks=14)
+    prompts = {name: prompt(seed, 80) for seed, name in enumerate(("bad", "good"), 65)}
+    for name, tokens in prompts.items():
+        d.add(name, tokens, 3, **prefilled(p, name, tokens))
+    wanted = wanted_by(d.ferry)["bad"]
+    wanted.ticket = replace(wanted.ticket, digest="another prompt's")
+    run(p, d, until=lambda: d.ended.keys() == prompts.keys())
+    assert d.tokens == {name: expected(tokens, 3, 40) for name, tokens in prompts.items()}
+    assert loads(d) == 1 and len(d.told("load_failures")) == 1
+
+
 def test_a_hold_ends_as_its_worst_part_did(make: Pairs) -> None:
     p, _ = make.pair()
     offering, stats = p.ferry.producing, p.ferry.parts.stats

@@ -216,6 +216,11 @@ class PoolScheduler:
     ) -> int | None:
         """Tokens beyond the computed ones to load from the pool; None: ask again."""
         self.begins(tracker, computed)
+        if tracker.failed:
+            # An engine may wait for blocks at a request whose load has failed, while loaded ones
+            # behind it hold them. With this answer, it looks at those first.
+            tracker.failed = False
+            return None
         count = len(tokens)
         lookups = self._lookups_for(tracker, count)
         if lookups is None:
@@ -435,7 +440,7 @@ class PoolScheduler:
         for report in reports:
             tracker = self._trackers.get(report.request_id)
             if not report.ok and tracker is not None:
-                tracker.over = True  # it computes the rest, and saves that again
+                tracker.over = tracker.failed = True  # it computes the rest, and saves that again
                 tracker.saved_tokens = min(tracker.saved_tokens, report.bad_from or 0)
             self.choice.loads.reported(report.request_id, report.seconds, failed=not report.ok)
             order = self._loads.get(report.request_id)
@@ -523,6 +528,7 @@ class RequestTracker:
     declined: str = ""  # why a hit was not promised
     loading: LoadOrder | None = None
     over: bool = False  # a load failed: the request never matches again
+    failed: bool = False  # a load, and the engine has not asked since
     old: bool = False  # it holds blocks of replaced weights, or has no keys, and saves nothing
 
 

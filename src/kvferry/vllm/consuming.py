@@ -91,6 +91,11 @@ class Consuming:
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._asked = True
         wanted = self.wanted.get(request.request_id)
+        if wanted is not None and wanted.failed:
+            # vLLM frees its blocks, and would wait for as many at this request, while loaded ones
+            # behind it hold them. After this answer it stands behind those.
+            wanted.failed = False
+            return None, False
         if wanted is None or wanted.over or wanted.loading:
             return 0, False
         if not self._ask(request, wanted, self._loadable, computed):
@@ -315,8 +320,8 @@ class Consuming:
             wanted = self.wanted.get(request_id)
             if wanted is None or not wanted.loading or wanted.ticket is None:
                 continue  # aborted meanwhile, or a sibling connector's
-            wanted.over = True
-            if request_id not in failed:
+            wanted.over, wanted.failed = True, request_id in failed
+            if not wanted.failed:
                 self.parts.stats.observe("total_seconds", time.monotonic() - wanted.arrived)
             elif wanted.appointment is not None:
                 self.rendezvous.forget(wanted.appointment.place)
@@ -450,6 +455,7 @@ class _Wanted:
     matched: int = 0  # tokens that we said we would load, when vLLM last asked
     loading: bool = False  # a load was ordered, and will send the last word
     over: bool = False  # loaded, failed or not needed: never matched again
+    failed: bool = False  # its load, and vLLM has not asked since
 
 
 class ComputeHere(Exception):
