@@ -84,8 +84,8 @@ def expected(prompt: list[int], count: int, window: int = 0) -> list[int]:
 
 
 def in_window(tokens: list[int], window: int) -> list[tuple[int, int]]:
-    """The tokens that the next one reads, with their positions."""
-    return list(enumerate(tokens))[max(0, len(tokens) - window + 1) if window else 0 :]
+    """The tokens that the last one reads, itself among them, with their positions."""
+    return list(enumerate(tokens))[max(0, len(tokens) - window) if window else 0 :]
 
 
 def child(name: str, **extra: Any) -> dict[str, Any]:
