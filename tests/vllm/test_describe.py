@@ -188,7 +188,7 @@ def test_states_hand_over_one_block_and_stop_short() -> None:
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 def test_a_block_that_only_the_last_token_reads_is_handed_over(kind: Any) -> None:
-    """vLLM drops it with the whole prompt: so a prefill stops before, and a load leaves the last token."""
+    """vLLM drops it once it has the whole prompt. So a prefill stops before."""
     kept, block = Residency(kind, 40), 8
     cut = PrefillCut(windows=((kept, block),))
     for count in range(2, 200):
