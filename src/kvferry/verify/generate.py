@@ -8,7 +8,7 @@ enough to be moved byte by byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -74,7 +74,9 @@ def features(case: CaseDict) -> tuple[str, ...]:
         != (dst["interior"], dst["interior_of"]),
         "replicated_both": any(units < min(src["tp"], dst["tp"]) for units in split),
         "role_tp": any(s["role_tp"] for s in both),
-        "one_sided_role": any(s["absent_roles"] for s in (case["src"], case["dst"])),
+        "one_sided_role": any(
+            s["absent_roles"] or "fewer" in s for s in (case["src"], case["dst"])
+        ),
         "full_residency": any(s["full_residency"] for s in both),
         "tensors": any("tensors" in s for s in (case["src"], case["dst"])),
         "skip": case["skip"] > 0,
@@ -110,9 +112,11 @@ class _Generator:
             self._make_alike(sides[0], sides[1])
         if kind == "draft" and self.chance(0.2):
             rng.choice(sides)["absent_roles"] = ["draft"]
+        elif kind == "draft" and self.chance(0.3):  # MTP modules of another number
+            rng.choice(sides)["fewer"] = {"draft": 1}
         for side in sides:
             if self.chance(TENSORS_SHARE):
-                side["tensors"] = self._tensors(model)
+                side["tensors"] = self._tensors(CaseEngine(model, side).groups.values())
         case: CaseDict = {
             "kind": kind,
             "fault": "",
@@ -265,10 +269,8 @@ class _Generator:
                 shape["tp"] = 2 * shape["dcp"]
         dst["shape"] = shape
 
-    def _tensors(self, model: ModelDict) -> TensorsDict:
-        tables = {
-            g["name"]: min(len(g["layers"]), self.rng.choice((1, 1, 2, 3))) for g in model["groups"]
-        }
+    def _tensors(self, groups: Iterable[GroupDict]) -> TensorsDict:
+        tables = {g["name"]: min(len(g["layers"]), self.rng.choice((1, 1, 2, 3))) for g in groups}
         return {
             "tables": tables,
             "turned": self.rng.choice((0, 0, 1, 2)),

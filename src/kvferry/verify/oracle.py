@@ -22,7 +22,6 @@ its number (none in padding) and its block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple, NotRequired, TypedDict
@@ -105,6 +104,7 @@ class SideDict(TypedDict):
     blocks: int
     tables: dict[str, list[int]]
     absent_roles: list[str]  # roles whose groups this engine does not have
+    fewer: NotRequired[dict[str, int]]  # groups of which this engine has only so many layers
     tensors: NotRequired[TensorsDict]  # missing: one array for each group, as the shape implies
 
 
@@ -135,9 +135,7 @@ class Oracle:
         self.src = CaseEngine(self.case["model"], self.case["src"])
         self.dst = CaseEngine(self.case["model"], self.case["dst"])
         self.groups = [g for n, g in self.src.groups.items() if n in self.dst.groups]
-        # groups that the source lacks: the destination zeroes what it would load of them
-        self.zeroed = [g for n, g in self.dst.groups.items() if n not in self.src.groups]
-        self.loads = {g["name"]: self._load(g) for g in [*self.groups, *self.zeroed]}
+        self.loads = {n: self._load(g) for n, g in self.dst.groups.items()}
         self._ids = self._number()
         self._memories = NumberedMemory(self.src), NumberedMemory(self.dst)
 
@@ -151,7 +149,8 @@ class Oracle:
         if kind == "ring":
             return GroupLoad(self.dst.kept(group, tokens), set(), 0)
         due = {p for p in self.dst.kept(group, tokens) if p >= self.case["skip"]}
-        have = (self.dst if group in self.zeroed else self.src).kept(group, tokens)
+        there = self.src if group["name"] in self.src.groups else self.dst
+        have = there.kept(group, tokens)
         moved = {p // per for p in due & have if self._exists(group, p // per)}
         missing = {p // per for p in due - have} - moved
         return GroupLoad(moved, missing, min(due, default=tokens) // per)
@@ -252,7 +251,7 @@ class Oracle:
         """Ids of all logical bytes: for each component, [layer, entry, unit, dims..., byte]."""
         ids: dict[str, list[Ints]] = {}
         first = 0
-        for group in [*self.groups, *self.zeroed]:
+        for group in self.case["model"]["groups"]:
             per = group["tokens_per_entry"]
             state = group["residency"]["kind"] == "state"
             entries = 1 if state else -(-self.case["tokens"] // per)
@@ -267,7 +266,7 @@ class Oracle:
     def source(self, worker: Worker) -> Image:
         """The bytes that a source rank holds."""
         vectors, used = {}, {}
-        for group in self.src.dealt_on(worker, self.groups):
+        for group in self.src.dealt_on(worker):
             name, entries = table_of(group), self._held(group)
             placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
             placing = self.src.allocated(group, placing.only(entries))
@@ -288,15 +287,22 @@ class Oracle:
     def target(self, worker: Worker) -> Image:
         """The bytes that a destination rank must hold afterwards: ids, NOTHING, FREE or GAP."""
         vectors, used = {}, {}
-        for groups in (self.groups, self.zeroed):
-            for group in self.dst.dealt_on(worker, groups):
-                if self.loads[group["name"]].moved:
-                    vector, numbers = self._wanted(group, worker)
-                    if groups is self.zeroed:
-                        vector[vector != NOTHING] = GAP
-                    vectors[table_of(group)] = vector
-                    used[table_of(group)] = self._used(self.dst, group, numbers)
+        for group in self.dst.dealt_on(worker):
+            if self.loads[group["name"]].moved:
+                vector, numbers = self._wanted(group, worker)
+                self._lack(group, worker, vector)
+                vectors[table_of(group)] = vector
+                used[table_of(group)] = self._used(self.dst, group, numbers)
         return self._image(1, worker, vectors, used)
+
+    def _lack(self, group: GroupDict, worker: Worker, vector: Ints) -> None:
+        """What would be loaded of layers that the source lacks is to be zeroed."""
+        whole = self.src.groups.get(group["name"])
+        there = whole["layers"] if whole else []
+        held = self.dst.layers(group, worker.pp)
+        rows = [row for row, layer in enumerate(held) if layer not in there]
+        for view in self._views(1, group, worker, vector):
+            view[rows] = np.where(view[rows] == NOTHING, NOTHING, GAP)
 
     def _wanted(self, group: GroupDict, worker: Worker) -> tuple[Ints, set[int]]:
         """The vector of a group on a destination rank, and the numbers of the loaded blocks."""
@@ -355,7 +361,8 @@ class Oracle:
             return vector
         blocks = np.asarray(engine.side["tables"][table_of(group)])[placing.blocks]
         held = engine.layers(group, worker.pp)
-        rows = [engine.groups[group["name"]]["layers"].index(layer) for layer in held]
+        (whole,) = (g for g in self.case["model"]["groups"] if g["name"] == group["name"])
+        rows = [whole["layers"].index(layer) for layer in held]
         views = self._views(side, group, worker, vector)
         for c, ids, view in zip(group["components"], self._ids[group["name"]], views, strict=True):
             units = engine.units(group, c, worker.tp)
@@ -401,6 +408,10 @@ class CaseEngine:
     def __post_init__(self) -> None:
         absent = self.side["absent_roles"]
         groups = [g for g in self.model["groups"] if g["role"] not in absent]
+        for name, most in self.side.get("fewer", {}).items():
+            groups = [
+                {**g, "layers": g["layers"][:most]} if g["name"] == name else g for g in groups
+            ]
         if self.tensors and self.tensors["backwards"]:
             groups.reverse()
         self.groups = {g["name"]: g for g in groups}
@@ -419,9 +430,9 @@ class CaseEngine:
             for i in range(count)
         ]
 
-    def dealt_on(self, worker: Worker, groups: Iterable[GroupDict]) -> list[GroupDict]:
-        """The layers of these groups on a rank, by block table."""
-        dealt = [one for group in groups for one in self.dealt(group)]
+    def dealt_on(self, worker: Worker) -> list[GroupDict]:
+        """The groups with layers on a rank, by block table."""
+        dealt = [one for group in self.groups.values() for one in self.dealt(group)]
         return [group for group in dealt if self.layers(group, worker.pp)]
 
     @property
@@ -599,7 +610,7 @@ class NumberedMemory:
 
     def regions(self, worker: Worker) -> list[list[GroupView]]:
         """The regions of a rank in order, each with the maps of its groups."""
-        present = self.engine.dealt_on(worker, self.engine.groups.values())
+        present = self.engine.dealt_on(worker)
         blocks, align = self.engine.side["blocks"], self.engine.shape["page_align"]
         tensors = self.engine.tensors
         by = tensors["turned"] if tensors else 0

@@ -333,12 +333,9 @@ class AddressSpace:
 def build_model(model: ModelDict, side: SideDict) -> CacheModel:
     groups = [
         {**group, "residency": (group["residency"]["kind"], group["residency"]["span"])}
-        for group in model["groups"]
+        for group in CaseEngine(model, side).groups.values()
     ]
-    if "tensors" in side and side["tensors"]["backwards"]:
-        groups.reverse()
-    whole = msgspec.convert({**model, "groups": groups}, CacheModel)
-    return whole.without(*side["absent_roles"])
+    return msgspec.convert({**model, "groups": groups}, CacheModel)
 
 
 def build_shape(side: SideDict) -> EngineShape:
