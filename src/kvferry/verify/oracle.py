@@ -295,6 +295,17 @@ class Oracle:
                 used[table_of(group)] = self._used(self.dst, group, numbers)
         return self._image(1, worker, vectors, used)
 
+    def own_blocks(self, worker: Worker) -> Image:
+        """On a destination rank, 1 for each byte of a block of this request, and 0 elsewhere."""
+        image = []
+        for views in self._memories[1].regions(worker):
+            mine = np.zeros(len(views[0].blocks), dtype=np.int32)
+            for view in views:
+                ids = {*self.dst.side["tables"][view.table]} - {self.dst.shape["null_block"]}
+                mine |= np.isin(view.blocks, list(ids))
+            image.append(mine)
+        return image
+
     def _lack(self, group: GroupDict, worker: Worker, vector: Ints) -> None:
         """What would be loaded of layers that the source lacks is to be zeroed."""
         whole = self.src.groups.get(group["name"])

@@ -250,14 +250,20 @@ class Product:
         if lacking := self.model.beyond(self.pair.model):
             yield whole_blocks(everything_plan(lacking, layout), **where)
 
-    def require_landings(self) -> None:
-        """Require that a destination alone knows which bytes each edge writes, and how many."""
+    def require_landings(self, own_blocks: Ids) -> None:
+        """Require that a destination alone knows how many bytes each edge writes, and where.
+
+        own_blocks  1 for each byte of a block of this request
+        """
         for plan in self.plans:
             land = landing(plan, **self._where(plan.dst))
             bound = self.bind(plan, allow_uncacheable=False)
             copies = bound.copies()
+            stray = self.dst.stray(land.address, land.length, plan.dst) is not None
             opened = np.zeros(self.dst.size, dtype=np.bool_)
             opened[self.dst.bytes_of(land.address, land.length)] = True
+            if stray or (opened & (own_blocks == 0)).any():
+                raise MismatchError(f"{plan.src} -> {plan.dst} may write into others' blocks")
             written = self.dst.bytes_of(copies.dst, copies.length)
             if land.bytes != bound.bytes or not opened[written].all():
                 raise MismatchError(f"{plan.src} -> {plan.dst} writes outside of its landing")
@@ -430,7 +436,8 @@ def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
     _require("are not written exactly once", needed & (times != 1), product.dst)
     _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
     if not oracle.lacking():
-        product.require_landings()
+        own = {rank: oracle.own_blocks(Worker(*rank)) for rank in product.dst.layouts}
+        product.require_landings(product.dst.fill(own, 0))
         _compare_uncovered(product, target == GAP, target == FREE)
 
 
