@@ -601,6 +601,7 @@ class NumberedMemory:
     """The maps of all ranks of an engine."""
 
     engine: CaseEngine
+    _regions: dict[Worker, list[list[GroupView]]] = field(default_factory=dict)
 
     def extent(self, group: GroupDict, worker: Worker) -> tuple[int, ...]:
         """How many layers, and units of each component, a rank holds."""
@@ -621,11 +622,18 @@ class NumberedMemory:
 
     def regions(self, worker: Worker) -> list[list[GroupView]]:
         """The regions of a rank in order, each with the maps of its groups."""
+        if worker not in self._regions:
+            self._regions[worker] = self._make(worker)
+        return self._regions[worker]
+
+    def _make(self, worker: Worker) -> list[list[GroupView]]:
         present = self.engine.dealt_on(worker)
         blocks, align = self.engine.side["blocks"], self.engine.shape["page_align"]
         tensors = self.engine.tensors
-        by = tensors["turned"] if tensors else 0
-        sheets = {table_of(g): [s.turned(by) for s in self._arrange(g, worker)] for g in present}
+        sheets = {table_of(g): self._arrange(g, worker) for g in present}
+        if tensors:
+            by = tensors["turned"]
+            sheets = {name: [s.turned(by) for s in arrays] for name, arrays in sheets.items()}
         if not self.engine.shape["overlay"]:
             views = [
                 _settle(name, sheet, blocks, _up(sheet.page_bytes(blocks), align))

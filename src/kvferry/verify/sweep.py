@@ -202,6 +202,7 @@ class Product:
         self.plans = [
             self.pair.plan(e, src_layouts[e.src], dst_layouts[e.dst]) for e in self.pair.edges
         ]
+        self._made: list[Copies] = []  # of each plan
         self.src = AddressSpace.build("src", src_layouts)
         self.dst = AddressSpace.build("dst", dst_layouts)
         self._src_tables, self._dst_tables = (
@@ -238,6 +239,7 @@ class Product:
                         f"copy {stray} of {plan.src} -> {plan.dst} {name} outside a region"
                     )
             made.append(copies)
+        self._made = made[1:]
         src, dst, length = (
             np.concatenate([getattr(c, name) for c in made]) for name in ("src", "dst", "length")
         )
@@ -255,17 +257,15 @@ class Product:
 
         own_blocks  1 for each byte of a block of this request
         """
-        for plan in self.plans:
+        for plan, copies in zip(self.plans, self._made, strict=True):
             land = landing(plan, **self._where(plan.dst))
-            bound = self.bind(plan, allow_uncacheable=False)
-            copies = bound.copies()
             stray = self.dst.stray(land.address, land.length, plan.dst) is not None
             opened = np.zeros(self.dst.size, dtype=np.bool_)
             opened[self.dst.bytes_of(land.address, land.length)] = True
             if stray or (opened & (own_blocks == 0)).any():
                 raise MismatchError(f"{plan.src} -> {plan.dst} may write into others' blocks")
             written = self.dst.bytes_of(copies.dst, copies.length)
-            if land.bytes != bound.bytes or not opened[written].all():
+            if land.bytes != int(copies.length.sum()) or not opened[written].all():
                 raise MismatchError(f"{plan.src} -> {plan.dst} writes outside of its landing")
         for rank, layout in self.dst.layouts.items():
             where = {k: v for k, v in self._where(rank).items() if k != "dst_bases"}
