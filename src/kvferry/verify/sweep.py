@@ -5,7 +5,9 @@ A pair passes if all of this holds:
 
 - every byte that the destination needs has the oracle's value, and was written once;
 - no other byte was written, except padding;
-- `uncovered` names exactly the other bytes of the loaded blocks.
+- `uncovered` names exactly the other bytes of the loaded blocks, and `whole_blocks` those of layers
+  that the source lacks;
+- `landing` names all bytes that an edge writes, and none of another request's blocks.
 
 A pair that the product refuses passes if the oracle says that it must be refused.
 
@@ -355,7 +357,7 @@ def build_shape(side: SideDict) -> EngineShape:
 def build_layout(
     case: ModelDict, side: SideDict, model: CacheModel, shape: EngineShape, rank: Rank
 ) -> RankLayout:
-    """A rank's layout: from its tensors, if its engine registers some."""
+    """A rank's layout, from the tensors that its engine registers, or from its shape."""
     tensors = side.get("tensors")
     memory = NumberedMemory(CaseEngine(case, side))
     try:
