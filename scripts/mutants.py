@@ -114,6 +114,18 @@ MUTANTS = [
         "tile_stride=place.tile_stride or kernel_block_stride,",
         "tile_stride=(place.tile_slots or kernel) * (place.slot_stride or slot_stride),",
     ),
+    Mutant(
+        "all layers in the first one's region",
+        "layout/tensors.py",
+        "regions=np.asarray([v.region for v in views], dtype=np.int64)",
+        "regions=np.asarray([first.region for v in views], dtype=np.int64)",
+    ),
+    Mutant(
+        "one block table for a group",
+        "layout/tensors.py",
+        "parts.append(replace(part, table=table, pool=pools[table]))",
+        "parts.append(replace(part, table=min(pools), pool=pools[table]))",
+    ),
     # tokens
     Mutant(
         "interleave forgotten",

@@ -38,7 +38,7 @@ class TransferTopology:
     rank: Rank
     optional_roles: frozenset[str] = frozenset()  # roles whose layers one side may lack
     _engines: dict[tuple[str, int], EngineTransferInfo] = field(default_factory=dict, repr=False)
-    _pairs: dict[tuple[EngineShape, str], PairPlan] = field(default_factory=dict, repr=False)
+    _pairs: dict[tuple[EngineShape, CacheModel], PairPlan] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     # The registry
@@ -167,7 +167,7 @@ class TransferTopology:
     def _pair(self, remote: EngineShape, remote_model: CacheModel | None = None) -> PairPlan:
         """The plan from a remote shape to ours, made once while it is kept."""
         theirs = remote_model or self.model
-        key = (remote, theirs.fingerprint())
+        key = (remote, theirs)
         pair = self._pairs.get(key)
         if pair is None:
             pair = plan_pair(

@@ -185,10 +185,11 @@ class Spec:
 
     @property
     def cache_model(self) -> CacheModel:
-        model = MODELS[self.model].without(*self.absent)
+        model = MODELS[self.model]
         groups = tuple(
             replace(g, components=tuple(replace(c, content=self.content) for c in g.components))
             for g in model.groups
+            if g.role not in self.absent
         )
         return replace(model, groups=groups)
 

@@ -98,8 +98,8 @@ def windows_of(window: Window) -> tuple[int, ...]:
 
 
 def reads(count: int, window: int) -> range:
-    """The positions that the token after `count` ones reads in one layer."""
-    return range(max(0, count - window + 1) if window else 0, count)
+    """The positions that the last of `count` tokens reads in one layer, its own among them."""
+    return range(max(0, count - window) if window else 0, count)
 
 
 def said(layers: list[list[bytes]]) -> int:

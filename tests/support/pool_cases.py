@@ -43,6 +43,8 @@ def pool_case(seed: int, index: int, *, both_whole: bool = False) -> CaseDict | 
     rng = Random(f"pool {seed} {index}")
     for side in (case["src"], case["dst"]):
         side["absent_roles"], side["tables"] = [], {}
+        side.pop("tensors", None)  # a pool has one table for each group
+        side.pop("fewer", None)
     case["src"]["shape"]["full_residency"] = True
     src, dst = (CaseEngine(case["model"], case[n]) for n in ("src", "dst"))
     state = any(g["residency"]["kind"] == "state" for g in groups)

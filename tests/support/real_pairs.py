@@ -59,9 +59,10 @@ def require_same_cache(
     assert source.keys() == loaded.keys()
     compared = 0
     for key, values in loaded.items():
-        assert len(values) == len(source[key]), key
+        # of models with windows, the destination computes the last token by itself
+        assert 0 <= len(source[key]) - len(values) <= 1, key
         assert all(values[needed_from:]) or len(values) == 1, key
-        for token, (theirs, ours) in enumerate(zip(source[key], values, strict=True)):
+        for token, (theirs, ours) in enumerate(zip(source[key], values, strict=False)):
             if ours is not None and token >= computed:
                 assert ours == theirs, f"{key}, entry {token}"
                 compared += 1

@@ -183,7 +183,7 @@ def _tables(engine: Golden, tokens: int, seed: int) -> list[np.ndarray]:
     """Distinct blocks for each of vLLM's groups (which are more than the model's)."""
     groups = engine.data["ranks"][0]["groups"]
     one, _ = synthetic_tables(
-        engine.model.without(), engine.shape, tokens, scattered=False, seed=seed
+        engine.model, engine.shape, tokens, scattered=False, seed=seed
     )
     rng = np.random.default_rng(seed)
     length = max(len(table) for table in one)

@@ -118,3 +118,14 @@ def test_a_block_in_two_tables_is_seen_whichever_sources_write_it() -> None:
     require_distinct_blocks(model, layout, src, tokens=64, skip=16, dst_tables=skipped)
     apart = replace(layout, parts=tuple(replace(p, pool=p.table) for p in layout.parts))
     require_distinct_blocks(model, apart, src, tokens=64, dst_tables=shared)
+
+
+@pytest.mark.parametrize("null", [0, 1, None])
+def test_a_landing_does_not_depend_on_which_block_of_the_source_is_null(null: int | None) -> None:
+    src, dst = EngineShape(null_block=null), EngineShape()
+    pair = plan_pair(MODELS["gqa"], src, dst)
+    edge = pair.edges[0]
+    a = RankLayout.build(MODELS["gqa"], src, edge.src, 2)
+    b = RankLayout.build(MODELS["gqa"], dst, edge.dst, 2)
+    land = landing(pair.plan(edge, a, b), tokens=16, dst_tables=[[1]], dst_bases=[0])
+    assert land.bytes == 16 * MODELS["gqa"].token_bytes()

@@ -13,7 +13,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvferry import Bound, CacheModel, Copies, EngineShape, RankLayout, bind, plan_pair
+from kvferry import (
+    Bound,
+    CacheModel,
+    Component,
+    Copies,
+    EngineShape,
+    Group,
+    RankLayout,
+    bind,
+    plan_pair,
+)
 from kvferry.errors import CoverError
 from kvferry.layout.hf import load_model, presets
 from kvferry.plan import everything_plan, uncovered
@@ -119,6 +129,16 @@ class TestCoalescing:
     def test_padding_is_carried_along(self) -> None:
         shape = EngineShape(tp=2, page_align=24_000)
         assert bind_first(self.model, shape, shape, 4096, scattered=False).descriptors == 32
+
+    def test_padding_of_one_side_alone_is_not_carried_along(self) -> None:
+        """A page may be followed by its padding on one side, and by another layer on the other."""
+        kv = tuple(Component(name, 2, (8,), 2) for name in "kv")
+        model = CacheModel("m", (Group("all", (0, 1), kv),))
+        page = 16 * model.groups[0].entry_bytes
+        padded, layers_inside = EngineShape(page_align=2 * page), EngineShape(order="BLHNC")
+        for src, dst in ((padded, layers_inside), (layers_inside, padded)):
+            bound = bind_first(model, src, dst, 64, scattered=True)
+            assert bound.bytes == 64 * model.token_bytes()
 
     def test_heads_outside_blocks_merge_blocks(self) -> None:
         src, dst = EngineShape(tp=2, order="LHBNC"), EngineShape(tp=4, order="LHBNC")

@@ -10,6 +10,7 @@ import pytest
 from kvferry import CacheModel, Component, EngineShape, Group, Rank, RankLayout
 from kvferry.errors import IncompatibleError, TopologyError
 from kvferry.layout.hf import load_model
+from kvferry.plan import plan_pair
 from kvferry.topology import MOST_PAIRS, EngineTransferInfo, TransferTopology
 
 
@@ -67,6 +68,26 @@ class TestRegistry:
         t.unregister_remote_engine("prefill")
         with pytest.raises(TopologyError, match="shake hands"):
             t.target_remote_ranks("prefill")
+
+    def test_a_plan_is_that_of_the_order_in_which_an_engine_names_its_groups(self) -> None:
+        """A producer that pushes makes the same plan from its own description."""
+        latent = (Component("kv", 1, (8,), 1, "replicated"),)
+        groups = (Group("mla", (0, 1, 2), latent), Group("index", (0, 1), latent))
+        ours = CacheModel("m", groups)
+        other = CacheModel("m", groups[::-1])
+        src, dst = EngineShape(tp=4), EngineShape(tp=2)
+        t = topology(shape=dst, model=ours)
+        found = []
+        for name, model in (("p", ours), ("q", other)):
+            t.register_remote_engine(name, info(remote_shape=src, remote_model=model))
+            pair = t.pair_with(name)
+            shares = [
+                [(e.src, s.group, s.layers.tolist()) for e in one.edges for s in e.shares]
+                for one in (pair, plan_pair(model, src, dst, dst_model=ours))
+            ]
+            assert shares[0] == shares[1], name
+            found.append(shares[0])
+        assert found[0] != found[1]
 
     def test_plans_for_many_shapes_are_not_all_kept(self) -> None:
         """A peer may come with another shape after each of its restarts."""

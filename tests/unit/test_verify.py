@@ -56,7 +56,7 @@ def test_random_pairs_agree_with_the_oracle() -> None:
     assert told["pairs"] == PAIRS
     for name in ("non_dividing_tp", "different_order", "unrelated_blocks", "pp_both"):
         assert told["mix"][name] >= 0.3, name
-    for name in ("dcp", "kernel_blocks", "overlay", "padding", "skip", "uneven_stages", "role_tp"):
+    for name in ("dcp", "kernel_blocks", "overlay", "padding", "skip", "tensors", "role_tp"):
         assert told["mix"][name] > 0.02, name
     assert {f"model_{kind}" for kind in KINDS} <= set(told["mix"])
     assert 0 < told["refused"] < 0.2 * PAIRS

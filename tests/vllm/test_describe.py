@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 
 from golden import NAMES, golden
 from kvferry.errors import DescriptionError
+from kvferry.layout.model import Residency
 from kvferry.layout.shape import Rank
 from kvferry.plan import bind, plan_pair
 
@@ -182,6 +184,33 @@ def test_states_hand_over_one_block_and_stop_short() -> None:
     assert facts.reaches_too_far(10, 10) and not facts.reaches_too_far(9, 10)
     plain = PrefillCut.of(*[getattr(Worker(golden("llama-tp1"), Rank(0, 0)), a) for a in CONFIGS])
     assert plain.held_back == 0 and plain.tables(([1, 2],)) == ((1, 2),)
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_block_that_only_the_last_token_reads_is_handed_over(kind: Any) -> None:
+    """vLLM drops it once it has the whole prompt. So a prefill stops before."""
+    kept, block = Residency(kind, 40), 8
+    cut = PrefillCut(windows=((kept, block),))
+    for count in range(2, 200):
+        request = SimpleNamespace(
+            prompt_token_ids=[5] * count,
+            _all_token_ids=[5] * count,
+            num_prompt_tokens=count,
+            kv_transfer_params={},
+            block_hashes=[],
+            update_block_hashes=lambda: None,
+        )
+        cut.stop_short(request)
+        computed = request.num_prompt_tokens
+        assert computed == len(request.prompt_token_ids) >= count - 1
+        first_held = kept.needed_from(computed) // block
+        loaded = min(computed, cut.loaded(count))
+        assert loaded == count - 1  # vLLM computes the last token, and no other
+        assert first_held <= kept.needed_from(loaded) // block
+    worker = Worker(golden("gemma3-tp1"), Rank(0, 0))
+    told = PrefillCut.of(worker.vllm_config, worker.kv_cache_config).windows
+    spans = {g.residency for g in golden("gemma3-tp1").model.groups if g.residency.span}
+    assert {kept for kept, _ in told} == spans
 
 
 def test_a_prefill_stops_short_and_its_digest_is_of_the_whole_prompt() -> None:

@@ -174,6 +174,7 @@ def request(request_id: str = "cmpl-r-0-0123abcd", **params: Any) -> Any:
         request_id=request_id,
         kv_transfer_params=params,
         prompt_token_ids=[1, 2, 3],
+        num_prompt_tokens=3,
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
         trace_headers=None,
     )

@@ -922,6 +922,21 @@ def test_windows_in_smaller_blocks(
     assert not d.told("load_failures")
 
 
+@pytest.mark.parametrize("p_block", [8, 16])
+def test_the_last_token_of_a_prompt_reads_its_whole_window(make: Pairs, p_block: int) -> None:
+    """vLLM computes it again if all of a prompt was loaded, and has dropped a block that only this
+    token reads if the next token's window begins with a block."""
+    p = make("p", window=40, block_size=p_block, blocks=1024 // p_block)
+    d = make("d", window=40, block_size=8, blocks=128)
+    for count in (39, 40, 41, 87, 88, 167):  # after 87 and 167 tokens, it begins at 48 and 128
+        tokens, name = prompt(count, count), f"{count}"
+        d.add(name, tokens, 6, **prefilled(p, name, tokens))
+        run(p, d, until=lambda: name in d.ended)  # noqa: B023
+        assert d.tokens[name] == expected(tokens, 6, 40)
+        run(p, d, until=lambda: not p.used_blocks)
+    assert loads(d) == 6 and not d.told("requests_computed_here")
+
+
 def test_windows_before_the_workers_have_described_themselves(make: Pairs) -> None:
     """Under a MultiConnector they do so with their first step. A request that is there before it
     waits, and is then computed."""

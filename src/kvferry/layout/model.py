@@ -185,10 +185,6 @@ class CacheModel:
             f"model {self.name!r} has no group {name!r}; it has {[g.name for g in self.groups]}"
         )
 
-    def without(self, *roles: str) -> CacheModel:
-        """The same model without the groups of these roles."""
-        return replace(self, groups=tuple(g for g in self.groups if g.role not in roles))
-
     def common(self, other: CacheModel) -> CacheModel:
         """Layers that both models have, as a model of their own."""
         groups = self._groups(other, shared=True)

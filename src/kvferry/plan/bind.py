@@ -392,11 +392,8 @@ def _tiles(batch: StridedCopies, most: int) -> Iterator[tuple[Span, Span, Span]]
 
 def _any_tables(sides: Sequence[Side], tokens: int) -> list[Ints]:
     """Stand-ins for the source's tables: long enough, and full of one block that exists."""
-    found = {side.table: side for side in sides}
-    return [
-        np.full(tokens + 1, min(1, found[table].num_blocks - 1) if table in found else 0)
-        for table in range(max(found, default=-1) + 1)
-    ]
+    found = {side.table: int(side.null_block == 0) for side in sides}
+    return [np.full(tokens + 1, found.get(table, 0)) for table in range(max(found, default=-1) + 1)]
 
 
 def _hulls(batch: StridedCopies, block_stride: int) -> tuple[Ints, Ints]:

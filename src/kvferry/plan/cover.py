@@ -32,26 +32,17 @@ def require_exact_cover(
 ) -> None:
     """Refuse edges that leave out or repeat a part of what a destination rank holds."""
     counts: dict[tuple[Rank, str, str], tuple[Ints, Ints, Ints]] = {}
-    boundaries = {
-        (g.name, c.name): _boundaries(g, c, src) | _boundaries(g, c, dst)
-        for g in model.groups
-        for c in g.components
-    }
-    for rank in dst.ranks:
-        for group in model.groups:
-            layers = np.asarray(dst.layers(model, group, rank.pp), dtype=np.int64)
-            for component in group.components if len(layers) else ():
-                held = dst.units(group, component, rank.tp)
-                inside = boundaries[group.name, component.name]
-                cuts = np.asarray(
-                    sorted(e for e in inside if held.start <= e <= held.stop), dtype=np.int64
-                )
-                shape = (len(layers), len(cuts) - 1, src.dcp_for(group))
-                counts[rank, group.name, component.name] = (
-                    layers,
-                    cuts,
-                    np.zeros(shape, dtype=np.int64),
-                )
+    for group in model.groups:
+        stages = [np.asarray(dst.layers(model, group, p), dtype=np.int64) for p in range(dst.pp)]
+        for component in group.components:
+            boundaries = _boundaries(group, component, src) | _boundaries(group, component, dst)
+            all_cuts = np.asarray(sorted(boundaries), dtype=np.int64)
+            for rank in dst.ranks:
+                layers = stages[rank.pp]
+                first, last = np.searchsorted(all_cuts, dst.units(group, component, rank.tp))
+                cuts = all_cuts[first : last + 1]
+                count = np.zeros((len(layers), len(cuts) - 1, src.dcp_for(group)), dtype=np.int64)
+                counts[rank, group.name, component.name] = layers, cuts, count
     for edge in edges:
         for share in edge.shares:
             phase = edge.src.tp % src.dcp_for(model.group(share.group))

@@ -8,7 +8,7 @@ enough to be moved byte by byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -21,6 +21,8 @@ from kvferry.verify.oracle import (
     ModelDict,
     ShapeDict,
     SideDict,
+    TensorsDict,
+    table_of,
 )
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -38,6 +40,7 @@ UNRELATED_SHARE = 0.42
 PP_BOTH_SHARE = 0.42
 FAULT_SHARE = 0.02  # cases with a table that is broken on purpose
 CARELESS_SHARE = 0.03  # shapes that may not exist
+TENSORS_SHARE = 0.35  # engines whose layers are tensors of their own, as vLLM registers them
 MOST_TOKENS = 120
 
 
@@ -71,8 +74,11 @@ def features(case: CaseDict) -> tuple[str, ...]:
         != (dst["interior"], dst["interior_of"]),
         "replicated_both": any(units < min(src["tp"], dst["tp"]) for units in split),
         "role_tp": any(s["role_tp"] for s in both),
-        "one_sided_role": any(s["absent_roles"] for s in (case["src"], case["dst"])),
+        "one_sided_role": any(
+            s["absent_roles"] or "fewer" in s for s in (case["src"], case["dst"])
+        ),
         "full_residency": any(s["full_residency"] for s in both),
+        "tensors": any("tensors" in s for s in (case["src"], case["dst"])),
         "skip": case["skip"] > 0,
         "fault": bool(case["fault"]),
         f"model_{case['kind']}": True,
@@ -106,6 +112,11 @@ class _Generator:
             self._make_alike(sides[0], sides[1])
         if kind == "draft" and self.chance(0.2):
             rng.choice(sides)["absent_roles"] = ["draft"]
+        elif kind == "draft" and self.chance(0.3):  # MTP modules of another number
+            rng.choice(sides)["fewer"] = {"draft": 1}
+        for side in sides:
+            if self.chance(TENSORS_SHARE):
+                side["tensors"] = self._tensors(CaseEngine(model, side).groups.values())
         case: CaseDict = {
             "kind": kind,
             "fault": "",
@@ -258,6 +269,15 @@ class _Generator:
                 shape["tp"] = 2 * shape["dcp"]
         dst["shape"] = shape
 
+    def _tensors(self, groups: Iterable[GroupDict]) -> TensorsDict:
+        tables = {g["name"]: min(len(g["layers"]), self.rng.choice((1, 1, 2, 3))) for g in groups}
+        return {
+            "tables": tables,
+            "turned": self.rng.choice((0, 0, 1, 2)),
+            "apart": self.chance(0.5),
+            "backwards": self.chance(0.3),
+        }
+
     # the request
 
     def _request(self, case: CaseDict) -> None:
@@ -274,18 +294,19 @@ class _Generator:
     def _allocate(self, engine: CaseEngine, tokens: int) -> None:
         """Make block tables, with holes for dropped blocks, and ids scattered or in runs."""
         side, shape = engine.side, engine.shape
+        tables = {table_of(one): one for g in engine.groups.values() for one in engine.dealt(g)}
         counts = {
             name: 1
             if g["residency"]["kind"] in ("state", "ring")
             else -(-tokens // engine.block_positions(g)) + self.rng.choice((0, 0, 0, 1, 2))
-            for name, g in engine.groups.items()
+            for name, g in tables.items()
         }
         most = sum(counts.values()) if shape["overlay"] else max(counts.values())
         side["blocks"] = most + 1 + self.rng.randint(0, 4)
         shape["null_block"] = self.rng.choice((0, 0, 0, None, side["blocks"] - 1))
         pool = self._ids(side["blocks"], shape["null_block"])
         keeps_old = self.chance(0.2)
-        for name, g in engine.groups.items():
+        for name, g in tables.items():
             if not shape["overlay"]:
                 pool = self._ids(side["blocks"], shape["null_block"])
             table = [pool.pop() for _ in range(counts[name])]
@@ -311,11 +332,14 @@ class _Generator:
 
     def _break(self, case: CaseDict) -> None:
         """Break a table of a group that keeps all blocks. The oracle decides if it matters."""
-        name = self.rng.choice([g["name"] for g in case["model"]["groups"]])
-        group = next(g for g in case["model"]["groups"] if g["name"] == name)
         side = self.rng.choice((case["src"], case["dst"]))
+        engine = CaseEngine(case["model"], side)
+        group = self.rng.choice([one for g in engine.groups.values() for one in engine.dealt(g)])
+        name = table_of(group)
         shared = max(case["src"]["shape"]["dcp"], case["dst"]["shape"]["dcp"]) > 1
-        if name not in side["tables"] or shared or group["tokens_per_entry"] > 1:
+        # layers that only one side has are in no edge
+        lacking = any(s["absent_roles"] or "fewer" in s for s in (case["src"], case["dst"]))
+        if shared or lacking or group["tokens_per_entry"] > 1:
             return
         if group["residency"]["kind"] in ("window", "chunk"):
             return

@@ -6,7 +6,8 @@ image of a source rank has the ids of the bytes that the rank holds. The image o
 has the ids that must arrive, and three codes for all other bytes. The oracle also decides which
 cases must be refused.
 
-A case is a model, two engines and one request in plain JSON values (`CaseDict`). Nothing is
+A case is a model, two engines and one request in plain JSON values (`CaseDict`). An engine's layers
+lie as its shape implies, or each is a tensor that the engine registers (`TensorsDict`). Nothing is
 imported from `kvferry.layout` or `kvferry.plan`: the rules are written a second time. `CaseEngine`
 enumerates which rank holds which stages, shards, tokens and blocks, on plain lists.
 `NumberedMemory` finds where bytes lie, without strides. It numbers every byte that a rank could
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ Image = list[Ints]  # one array for each region
 NOTHING = -1  # no byte of the request; on the destination it must stay as it is
 FREE = -2  # padding of a loaded block, which may be written or not
 GAP = -3  # a byte of a loaded block that must stay unwritten, and be named as uncovered
+ANY_STRIDE = 7  # of an axis of one
 PADDING = -1  # the number of padding in a map; as an index, it takes an array's last value
 
 
@@ -58,6 +60,7 @@ class GroupDict(TypedDict):
     tokens_per_entry: int
     partial_entries: bool
     context_parallel: bool
+    table: NotRequired[str]  # of `CaseEngine.dealt` alone: the block table of these layers
 
 
 class ModelDict(TypedDict):
@@ -87,11 +90,22 @@ class ShapeDict(TypedDict):
     null_block: int | None
 
 
+class TensorsDict(TypedDict):
+    """How an engine keeps its layers, if each layer is a tensor of its own."""
+
+    tables: dict[str, int]  # block tables of a group, among which its layers are dealt
+    turned: int  # places by which the layers of an array are turned
+    apart: bool  # whether each layer has a region of its own, where layers are outermost
+    backwards: bool  # whether the engine names its groups in the opposite order
+
+
 class SideDict(TypedDict):
     shape: ShapeDict
     blocks: int
     tables: dict[str, list[int]]
     absent_roles: list[str]  # roles whose groups this engine does not have
+    fewer: NotRequired[dict[str, int]]  # groups of which this engine has only so many layers
+    tensors: NotRequired[TensorsDict]  # missing: one array for each group, as the shape implies
 
 
 class CaseDict(TypedDict):
@@ -121,7 +135,7 @@ class Oracle:
         self.src = CaseEngine(self.case["model"], self.case["src"])
         self.dst = CaseEngine(self.case["model"], self.case["dst"])
         self.groups = [g for n, g in self.src.groups.items() if n in self.dst.groups]
-        self.loads = {g["name"]: self._load(g) for g in self.groups}
+        self.loads = {n: self._load(g) for n, g in self.dst.groups.items()}
         self._ids = self._number()
         self._memories = NumberedMemory(self.src), NumberedMemory(self.dst)
 
@@ -135,7 +149,8 @@ class Oracle:
         if kind == "ring":
             return GroupLoad(self.dst.kept(group, tokens), set(), 0)
         due = {p for p in self.dst.kept(group, tokens) if p >= self.case["skip"]}
-        have = self.src.kept(group, tokens)
+        there = self.src if group["name"] in self.src.groups else self.dst
+        have = there.kept(group, tokens)
         moved = {p // per for p in due & have if self._exists(group, p // per)}
         missing = {p // per for p in due - have} - moved
         return GroupLoad(moved, missing, min(due, default=tokens) // per)
@@ -220,11 +235,10 @@ class Oracle:
             for tp in range(engine.shape["tp"]):
                 placing = engine.placing(group, tp, max(moved, default=-1) + 1).only(moved)
                 numbers |= set(placing.blocks.tolist())
-            if any(engine.block_id(group, number) is None for number in numbers):
-                return False
-            ids = {engine.block_id(group, number) for number in numbers}
-            if engine is self.dst and len(ids) < len(numbers):
-                return False
+            for dealt in engine.dealt(group):
+                ids = {engine.block_id(dealt, number) for number in numbers}
+                if None in ids or (engine is self.dst and len(ids) < len(numbers)):
+                    return False
         return True
 
     def _ring_fits(self, group: GroupDict) -> bool:
@@ -237,7 +251,7 @@ class Oracle:
         """Ids of all logical bytes: for each component, [layer, entry, unit, dims..., byte]."""
         ids: dict[str, list[Ints]] = {}
         first = 0
-        for group in self.groups:
+        for group in self.case["model"]["groups"]:
             per = group["tokens_per_entry"]
             state = group["residency"]["kind"] == "state"
             entries = 1 if state else -(-self.case["tokens"] // per)
@@ -252,13 +266,12 @@ class Oracle:
     def source(self, worker: Worker) -> Image:
         """The bytes that a source rank holds."""
         vectors, used = {}, {}
-        for group in self.groups:
-            if self.src.layers(group, worker.pp):
-                name, entries = group["name"], self._held(group)
-                placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
-                placing = self.src.allocated(group, placing.only(entries))
-                vectors[name] = self._vector(0, group, worker, placing)
-                used[name] = self._used(self.src, group, set(placing.blocks.tolist()))
+        for group in self.src.dealt_on(worker):
+            name, entries = table_of(group), self._held(group)
+            placing = self.src.placing(group, worker.tp, max(entries, default=-1) + 1)
+            placing = self.src.allocated(group, placing.only(entries))
+            vectors[name] = self._vector(0, group, worker, placing)
+            used[name] = self._used(self.src, group, set(placing.blocks.tolist()))
         return self._image(0, worker, vectors, used)
 
     def _held(self, group: GroupDict) -> set[int]:
@@ -274,11 +287,33 @@ class Oracle:
     def target(self, worker: Worker) -> Image:
         """The bytes that a destination rank must hold afterwards: ids, NOTHING, FREE or GAP."""
         vectors, used = {}, {}
-        for group in self.groups:
-            if self.dst.layers(group, worker.pp) and self.loads[group["name"]].moved:
-                vectors[group["name"]], numbers = self._wanted(group, worker)
-                used[group["name"]] = self._used(self.dst, group, numbers)
+        for group in self.dst.dealt_on(worker):
+            if self.loads[group["name"]].moved:
+                vector, numbers = self._wanted(group, worker)
+                self._lack(group, worker, vector)
+                vectors[table_of(group)] = vector
+                used[table_of(group)] = self._used(self.dst, group, numbers)
         return self._image(1, worker, vectors, used)
+
+    def own_blocks(self, worker: Worker) -> Image:
+        """On a destination rank, 1 for each byte of a block of this request, and 0 elsewhere."""
+        image = []
+        for views in self._memories[1].regions(worker):
+            mine = np.zeros(len(views[0].blocks), dtype=np.int32)
+            for view in views:
+                ids = {*self.dst.side["tables"][view.table]} - {self.dst.shape["null_block"]}
+                mine |= np.isin(view.blocks, list(ids))
+            image.append(mine)
+        return image
+
+    def _lack(self, group: GroupDict, worker: Worker, vector: Ints) -> None:
+        """What would be loaded of layers that the source lacks is to be zeroed."""
+        whole = self.src.groups.get(group["name"])
+        there = whole["layers"] if whole else []
+        held = self.dst.layers(group, worker.pp)
+        rows = [row for row, layer in enumerate(held) if layer not in there]
+        for view in self._views(1, group, worker, vector):
+            view[rows] = np.where(view[rows] == NOTHING, NOTHING, GAP)
 
     def _wanted(self, group: GroupDict, worker: Worker) -> tuple[Ints, set[int]]:
         """The vector of a group on a destination rank, and the numbers of the loaded blocks."""
@@ -303,7 +338,7 @@ class Oracle:
             return vector, numbers
         rest = FREE if opaque else GAP
         if kind == "ring" or opaque:
-            table = self.dst.side["tables"][group["name"]]
+            table = self.dst.side["tables"][table_of(group)]
             blocks_of = [table[n] for n in numbers]
             for view in self._views(1, group, worker, vector):
                 mine = view[:, blocks_of]
@@ -312,13 +347,13 @@ class Oracle:
         last = max(all_slots.entries.tolist(), default=-1)
         lost = {e for e in range(load.first_due, last + 1) if e not in load.moved}
         placing = all_slots.only(lost)
-        ids = np.asarray(self.dst.side["tables"][group["name"]])[placing.blocks]
+        ids = np.asarray(self.dst.side["tables"][table_of(group)])[placing.blocks]
         for view in self._views(1, group, worker, vector):
             view[:, ids, placing.slots] = rest
         return vector, numbers
 
     def _used(self, engine: CaseEngine, group: GroupDict, numbers: set[int]) -> list[int]:
-        return [engine.side["tables"][group["name"]][n] for n in numbers]
+        return [engine.side["tables"][table_of(group)][n] for n in numbers]
 
     def _views(self, side: int, group: GroupDict, worker: Worker, vector: Ints) -> list[Ints]:
         """A vector of numbered bytes as arrays with all logical axes, sharing its memory."""
@@ -335,9 +370,10 @@ class Oracle:
         vector = np.full(sum(a.size for a in numbered), NOTHING, dtype=np.int32)
         if len(placing.entries) == 0:
             return vector
-        blocks = np.asarray(engine.side["tables"][group["name"]])[placing.blocks]
+        blocks = np.asarray(engine.side["tables"][table_of(group)])[placing.blocks]
         held = engine.layers(group, worker.pp)
-        rows = [group["layers"].index(layer) for layer in held]
+        (whole,) = (g for g in self.case["model"]["groups"] if g["name"] == group["name"])
+        rows = [whole["layers"].index(layer) for layer in held]
         views = self._views(side, group, worker, vector)
         for c, ids, view in zip(group["components"], self._ids[group["name"]], views, strict=True):
             units = engine.units(group, c, worker.tp)
@@ -353,11 +389,11 @@ class Oracle:
         for views in self._memories[side].regions(worker):
             region = np.full(len(views[0].numbers), NOTHING, dtype=np.int32)
             for view in views:
-                if view.group in vectors:
+                if view.table in vectors:
                     # padding has the number -1, so it takes the last value
-                    values = np.append(vectors[view.group], np.int32(FREE))
+                    values = np.append(vectors[view.table], np.int32(FREE))
                     loaded = np.zeros(self._memories[side].engine.side["blocks"], dtype=bool)
-                    loaded[used[view.group]] = True
+                    loaded[used[view.table]] = True
                     mine = loaded[view.blocks]
                     region[mine] = values[view.numbers[mine]]
             image.append(region)
@@ -382,7 +418,33 @@ class CaseEngine:
 
     def __post_init__(self) -> None:
         absent = self.side["absent_roles"]
-        self.groups = {g["name"]: g for g in self.model["groups"] if g["role"] not in absent}
+        groups = [g for g in self.model["groups"] if g["role"] not in absent]
+        for name, most in self.side.get("fewer", {}).items():
+            groups = [
+                {**g, "layers": g["layers"][:most]} if g["name"] == name else g for g in groups
+            ]
+        if self.tensors and self.tensors["backwards"]:
+            groups.reverse()
+        self.groups = {g["name"]: g for g in groups}
+
+    @property
+    def tensors(self) -> TensorsDict | None:
+        return self.side.get("tensors")
+
+    def dealt(self, group: GroupDict) -> list[GroupDict]:
+        """A group once for each of its block tables, with that table's layers."""
+        if not self.tensors:
+            return [group]
+        count = self.tensors["tables"].get(group["name"], 1)
+        return [
+            {**group, "layers": group["layers"][i::count], "table": f"{group['name']}/{i}"}
+            for i in range(count)
+        ]
+
+    def dealt_on(self, worker: Worker) -> list[GroupDict]:
+        """The groups with layers on a rank, by block table."""
+        dealt = [one for group in self.groups.values() for one in self.dealt(group)]
+        return [group for group in dealt if self.layers(group, worker.pp)]
 
     @property
     def shape(self) -> ShapeDict:
@@ -483,7 +545,7 @@ class CaseEngine:
 
     def block_id(self, group: GroupDict, number: int) -> int | None:
         """The id of a request's block with this number, or None if the table has none."""
-        table = self.side["tables"][group["name"]]
+        table = self.side["tables"][table_of(group)]
         if number >= len(table) or table[number] == self.shape["null_block"]:
             return None
         return table[number] if 0 <= table[number] < self.side["blocks"] else None
@@ -513,6 +575,11 @@ class CaseEngine:
         return Placing(table[:, 0], table[:, 1], table[:, 2])
 
 
+def table_of(group: GroupDict) -> str:
+    """The name of the block table of a group, or of one part of a dealt group."""
+    return group.get("table", group["name"])
+
+
 class Placing(NamedTuple):
     """Entries that a rank holds, each with its slot and its block's number in the table."""
 
@@ -534,6 +601,7 @@ class NumberedMemory:
     """The maps of all ranks of an engine."""
 
     engine: CaseEngine
+    _regions: dict[Worker, list[list[GroupView]]] = field(default_factory=dict)
 
     def extent(self, group: GroupDict, worker: Worker) -> tuple[int, ...]:
         """How many layers, and units of each component, a rank holds."""
@@ -554,25 +622,80 @@ class NumberedMemory:
 
     def regions(self, worker: Worker) -> list[list[GroupView]]:
         """The regions of a rank in order, each with the maps of its groups."""
-        present = [g for g in self.engine.groups.values() if self.engine.layers(g, worker.pp)]
+        if worker not in self._regions:
+            self._regions[worker] = self._make(worker)
+        return self._regions[worker]
+
+    def _make(self, worker: Worker) -> list[list[GroupView]]:
+        present = self.engine.dealt_on(worker)
         blocks, align = self.engine.side["blocks"], self.engine.shape["page_align"]
-        sheets = {g["name"]: self._arrange(g, worker) for g in present}
+        tensors = self.engine.tensors
+        sheets = {table_of(g): self._arrange(g, worker) for g in present}
+        if tensors:
+            by = tensors["turned"]
+            sheets = {name: [s.turned(by) for s in arrays] for name, arrays in sheets.items()}
         if not self.engine.shape["overlay"]:
-            return [
-                [_settle(group["name"], sheet, blocks, _up(sheet.page_bytes(blocks), align))]
-                for group in present
-                for sheet in sheets[group["name"]]
+            views = [
+                _settle(name, sheet, blocks, _up(sheet.page_bytes(blocks), align))
+                for name in sheets
+                for sheet in sheets[name]
             ]
+            if tensors and tensors["apart"]:
+                return [[part] for view in views for part in view.layers_apart()]
+            return [[view] for view in views]
         if not present:
             return []
         if any(len(s) > 1 for s in sheets.values()):
             raise UnplaceableError("several arrays cannot share a storage")
         page = _up(max(s[0].page_bytes(blocks) for s in sheets.values()), align)
         layers = max(self.extent(g, worker)[0] for g in present)
-        views = [_settle(g["name"], sheets[g["name"]][0], blocks, page, layers) for g in present]
+        views = [_settle(name, sheet, blocks, page, layers) for name, (sheet,) in sheets.items()]
         if any(not np.array_equal(v.blocks, views[0].blocks) for v in views):
             raise UnplaceableError("blocks of different ids share bytes")
         return [views]
+
+    def tensors(self, worker: Worker, tensors: TensorsDict) -> list[Tensor]:
+        """What the rank's engine registers: a tensor for each layer, or one for its K and V each.
+
+        Strides are differences between places of bytes.
+        """
+        found = []
+        tables = [dealt for g in self.engine.groups.values() for dealt in self.engine.dealt(g)]
+        names = [table_of(dealt) for dealt in tables]
+        for number, views in enumerate(self.regions(worker)):
+            for view in views:
+                table = names.index(view.table)
+                group = tables[table]
+                held = self.engine.layers(group, worker.pp)
+                for row, layer in enumerate(view.places):
+                    axes = layer.reshape(self._tensor_shape(group, view.axes, layer.shape))
+                    origin = int(axes[0, 0, 0, 0])
+                    ahead = (axes[1:2, 0, 0], axes[0, 1:2, 0], axes[0, 0, 1:2], axes[0, 0, 0, 1:2])
+                    strides = [int(a.flat[0]) - origin if a.size else ANY_STRIDE for a in ahead]
+                    found.append(
+                        Tensor(
+                            group["name"],
+                            held[(view.first + row - tensors["turned"]) % len(held)],
+                            table,
+                            number,
+                            origin,
+                            axes.shape,
+                            tuple(strides),
+                            view.padded_page,
+                        )
+                    )
+        return found
+
+    def _tensor_shape(
+        self, group: GroupDict, axes: str, shape: tuple[int, ...]
+    ) -> tuple[int, int, int, int]:
+        """The axes block, head, slot and content of a layer whose bytes have these axes."""
+        sizes = dict(zip(axes, shape, strict=True))
+        blocks, heads, content = sizes["B"], sizes.get("H", 1), sizes["C"]
+        if self.engine.interior(group).startswith("cpu"):  # heads arrange their slots
+            slots = self.engine.kernel_entries(group)
+            return blocks, heads, slots, content // slots
+        return blocks, heads, sizes.get("N", 1), content
 
     def _arrange(self, group: GroupDict, worker: Worker) -> list[Sheet]:
         kernel = self.engine.kernel_entries(group)
@@ -634,6 +757,10 @@ class Sheet(NamedTuple):
     axes: str
     numbers: Ints
 
+    def turned(self, by: int) -> Sheet:
+        """The same, with the layers `by` places further. The last ones come first."""
+        return Sheet(self.axes, np.roll(self.numbers, by, axis=self.axes.index("L")))
+
     @property
     def paged(self) -> bool:
         return set(self.axes[:2]) == {"L", "B"}
@@ -644,11 +771,46 @@ class Sheet(NamedTuple):
 
 
 class GroupView(NamedTuple):
-    """The map of one group's bytes in a region."""
+    """The map of one group's bytes in a region, or of those layers with one block table."""
 
-    group: str
+    table: str
     numbers: Ints  # of each byte
     blocks: Ints  # of each byte, padding included
+    axes: str  # of `places` after the layers: block, head, slot and content, as far as there are
+    places: Ints  # where each byte is that is no padding
+    padded_page: int  # bytes to which pages are padded; 0 if they are not
+    first: int = 0  # place in its array of the first layer in this region
+
+    def layers_apart(self) -> list[GroupView]:
+        """A region for each layer, if layers are outermost."""
+        size = len(self.numbers) // len(self.places)
+        if (np.diff(self.places.reshape(len(self.places), -1).max(axis=1)) != size).any():
+            return [self]
+        return [
+            GroupView(
+                self.table,
+                self.numbers[start : start + size],
+                self.blocks[start : start + size],
+                self.axes,
+                self.places[row : row + 1] - start,
+                self.padded_page,
+                row,
+            )
+            for row, start in enumerate(range(0, len(self.numbers), size))
+        ]
+
+
+class Tensor(NamedTuple):
+    """One layer, or its K or V, as an engine registers it. In bytes."""
+
+    group: str
+    layer: int
+    table: int
+    region: int
+    offset: int
+    shape: tuple[int, ...]  # block, head, slot, content
+    strides: tuple[int, ...]
+    padded_page: int
 
 
 def _cpu(k: Ints, v: Ints) -> list[Ints]:
@@ -665,15 +827,17 @@ def _ordered(axes: str, array: Ints, order: str) -> Sheet:
     return Sheet(wanted, array.transpose([axes.index(axis) for axis in wanted]))
 
 
-def _settle(group: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -> GroupView:
+def _settle(table: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -> GroupView:
     """Pad pages to `page` bytes and the layer axis to `layers`, and flatten."""
     axes, numbers = sheet
+    used = [slice(size) for size in numbers.shape]
     if page != sheet.page_bytes(blocks):
         ratio = numbers.shape[axes.index("B")] // blocks
         if not sheet.paged or ratio > 1:
             raise UnplaceableError("a page that is not in one piece cannot be padded")
         numbers = numbers.reshape(*numbers.shape[:2], -1)
         short = page - numbers.shape[2]
+        used = [*used[:2], slice(numbers.shape[2])]
         numbers = np.pad(numbers, ((0, 0), (0, 0), (0, short)), constant_values=PADDING)
     if layers:
         missing = [(0, 0)] * numbers.ndim
@@ -683,7 +847,13 @@ def _settle(group: str, sheet: Sheet, blocks: int, page: int, layers: int = 0) -
     along = [1] * numbers.ndim
     along[axes.index("B")] = -1
     owners = np.broadcast_to(ids.reshape(along), numbers.shape)
-    return GroupView(group, numbers.ravel(), owners.ravel())
+    places = np.arange(numbers.size, dtype=np.int32).reshape(numbers.shape)[tuple(used)]
+    places = places.reshape(sheet.numbers.shape)
+    usual = "".join(axis for axis in "LBHNC" if axis in axes)
+    places = places.transpose([axes.index(axis) for axis in usual])
+    padded = page if page != sheet.page_bytes(blocks) else 0
+    rest = usual.removeprefix("L")
+    return GroupView(table, numbers.ravel(), owners.ravel(), rest, places, padded)
 
 
 def _up(value: int, step: int) -> int:

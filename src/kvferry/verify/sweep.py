@@ -5,7 +5,9 @@ A pair passes if all of this holds:
 
 - every byte that the destination needs has the oracle's value, and was written once;
 - no other byte was written, except padding;
-- `uncovered` names exactly the other bytes of the loaded blocks.
+- `uncovered` names exactly the other bytes of the loaded blocks, and `whole_blocks` those of layers
+  that the source lacks;
+- `landing` names all bytes that an edge writes, and none of another request's blocks.
 
 A pair that the product refuses passes if the oracle says that it must be refused.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -30,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import BindError, KvferryError
-from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout
+from kvferry.layout import CacheModel, EngineShape, Rank, RankLayout, Region
+from kvferry.layout.tensors import LayerKey, TensorView, layout_from_tensors
 from kvferry.plan import (
     Bound,
     Copies,
@@ -39,7 +42,9 @@ from kvferry.plan import (
     everything_plan,
     plan_pair,
     uncovered,
+    whole_blocks,
 )
+from kvferry.plan.bind import landing, require_distinct_blocks
 from kvferry.plan.cover import Uncovered
 from kvferry.verify.generate import features, generate
 from kvferry.verify.oracle import (
@@ -47,11 +52,15 @@ from kvferry.verify.oracle import (
     GAP,
     NOTHING,
     CaseDict,
+    CaseEngine,
     Image,
     ModelDict,
+    NumberedMemory,
     Oracle,
     SideDict,
+    UnplaceableError,
     Worker,
+    table_of,
 )
 from kvferry.verify.oracle import Ints as Ids
 
@@ -189,19 +198,21 @@ class Product:
         sides = (case["src"], case["dst"])
         src_model, dst_model = models = [build_model(case["model"], side) for side in sides]
         src, dst = shapes = [build_shape(side) for side in sides]
+        self.model = dst_model
         self.pair = plan_pair(src_model, src, dst, dst_model=dst_model, optional_roles=["draft"])
         src_layouts, dst_layouts = (
-            {rank: RankLayout.build(model, shape, rank, side["blocks"]) for rank in shape.ranks}
+            {rank: build_layout(case["model"], side, model, shape, rank) for rank in shape.ranks}
             for model, shape, side in zip(models, shapes, sides, strict=True)
         )
         self.plans = [
             self.pair.plan(e, src_layouts[e.src], dst_layouts[e.dst]) for e in self.pair.edges
         ]
+        self._made: list[Copies] = []  # of each plan
         self.src = AddressSpace.build("src", src_layouts)
         self.dst = AddressSpace.build("dst", dst_layouts)
         self._src_tables, self._dst_tables = (
-            [np.asarray(side["tables"][group.name]) for group in model.groups]
-            for model, side in zip(models, sides, strict=True)
+            [np.asarray(side["tables"][name]) for name in table_names(case["model"], side)]
+            for side in sides
         )
 
     def bind(self, plan: EdgePlan, allow_uncacheable: bool) -> Bound:
@@ -233,21 +244,45 @@ class Product:
                         f"copy {stray} of {plan.src} -> {plan.dst} {name} outside a region"
                     )
             made.append(copies)
+        self._made = made[1:]
         src, dst, length = (
             np.concatenate([getattr(c, name) for c in made]) for name in ("src", "dst", "length")
         )
         return Copies(src, dst, length)
 
-    def uncovered(self, rank: Rank) -> Uncovered:
-        """The uncovered bytes of a destination rank."""
-        return uncovered(
-            everything_plan(self.pair.model, self.dst.layouts[rank]),
-            self.pair.src,
-            tokens=self.case["tokens"],
-            skip=self.case["skip"],
-            dst_tables=self._dst_tables,
-            dst_bases=self.dst.bases[rank],
-        )
+    def uncovered(self, rank: Rank) -> Iterator[Uncovered]:
+        """The bytes that a destination rank zeroes: uncovered ones, and layers without a source."""
+        layout, where = self.dst.layouts[rank], self._where(rank)
+        yield uncovered(everything_plan(self.pair.model, layout), self.pair.src, **where)
+        if lacking := self.model.beyond(self.pair.model):
+            yield whole_blocks(everything_plan(lacking, layout), **where)
+
+    def require_landings(self, own_blocks: Ids) -> None:
+        """Require that a destination alone knows how many bytes each edge writes, and where.
+
+        own_blocks  1 for each byte of a block of this request
+        """
+        for plan, copies in zip(self.plans, self._made, strict=True):
+            land = landing(plan, **self._where(plan.dst))
+            stray = self.dst.stray(land.address, land.length, plan.dst) is not None
+            opened = np.zeros(self.dst.size, dtype=np.bool_)
+            opened[self.dst.bytes_of(land.address, land.length)] = True
+            if stray or (opened & (own_blocks == 0)).any():
+                raise MismatchError(f"{plan.src} -> {plan.dst} may write into others' blocks")
+            written = self.dst.bytes_of(copies.dst, copies.length)
+            if land.bytes != int(copies.length.sum()) or not opened[written].all():
+                raise MismatchError(f"{plan.src} -> {plan.dst} writes outside of its landing")
+        for rank, layout in self.dst.layouts.items():
+            where = {k: v for k, v in self._where(rank).items() if k != "dst_bases"}
+            require_distinct_blocks(self.model, layout, self.pair.src, **where)
+
+    def _where(self, rank: Rank) -> dict[str, Any]:
+        return {
+            "tokens": self.case["tokens"],
+            "skip": self.case["skip"],
+            "dst_tables": self._dst_tables,
+            "dst_bases": self.dst.bases[rank],
+        }
 
 
 @dataclass
@@ -309,10 +344,9 @@ class AddressSpace:
 def build_model(model: ModelDict, side: SideDict) -> CacheModel:
     groups = [
         {**group, "residency": (group["residency"]["kind"], group["residency"]["span"])}
-        for group in model["groups"]
+        for group in CaseEngine(model, side).groups.values()
     ]
-    whole = msgspec.convert({**model, "groups": groups}, CacheModel)
-    return whole.without(*side["absent_roles"])
+    return msgspec.convert({**model, "groups": groups}, CacheModel)
 
 
 def build_shape(side: SideDict) -> EngineShape:
@@ -321,6 +355,37 @@ def build_shape(side: SideDict) -> EngineShape:
     for name in ("role_tp", "block_size_of", "kernel_block_size_of", "interior_of"):
         fields[name] = tuple(fields[name].items())
     return EngineShape(**fields)
+
+
+def build_layout(
+    case: ModelDict, side: SideDict, model: CacheModel, shape: EngineShape, rank: Rank
+) -> RankLayout:
+    """A rank's layout, from the tensors that its engine registers, or from its shape."""
+    tensors = side.get("tensors")
+    memory = NumberedMemory(CaseEngine(case, side))
+    try:
+        arrays = memory.regions(Worker(*rank)) if tensors else []
+    except UnplaceableError:  # there can be no such tensors
+        arrays, tensors = [], None
+    if tensors is None:
+        return RankLayout.build(model, shape, rank, side["blocks"])
+    regions = [Region(f"{n}", len(views[0].numbers)) for n, views in enumerate(arrays)]
+    views: dict[LayerKey, list[TensorView]] = {}
+    tables: dict[LayerKey, int] = {}
+    padded: dict[str, int] = {}
+    for one in memory.tensors(Worker(*rank), tensors):
+        key = one.group, one.layer
+        view = TensorView(one.region, one.offset, one.shape, one.strides, 1)
+        views.setdefault(key, []).append(view)
+        tables[key], padded[one.group] = one.table, one.padded_page
+    return layout_from_tensors(
+        model, shape, rank, regions, views, tables=tables, padded_page_bytes=padded
+    )
+
+
+def table_names(case: ModelDict, side: SideDict) -> list[str]:
+    engine = CaseEngine(case, side)
+    return [table_of(one) for group in engine.groups.values() for one in engine.dealt(group)]
 
 
 def require_same_copies(bound: Bound, copies: Copies) -> None:
@@ -376,16 +441,18 @@ def _compare(product: Product, oracle: Oracle, copies: Copies) -> None:
     _require("are not written exactly once", needed & (times != 1), product.dst)
     _require("are written but must not be", ~needed & (target != FREE) & (times > 0), product.dst)
     if not oracle.lacking():
+        own = {rank: oracle.own_blocks(Worker(*rank)) for rank in product.dst.layouts}
+        product.require_landings(product.dst.fill(own, 0))
         _compare_uncovered(product, target == GAP, target == FREE)
 
 
 def _compare_uncovered(product: Product, gap: Any, free: Any) -> None:
     named = np.zeros(len(gap), dtype=np.int64)
     for rank in product.dst.layouts:
-        told = product.uncovered(rank)
-        if product.dst.stray(told.address, told.length, rank) is not None:
-            raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
-        np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
+        for told in product.uncovered(rank):
+            if product.dst.stray(told.address, told.length, rank) is not None:
+                raise MismatchError(f"rank {tuple(rank)}: an uncovered range is outside a region")
+            np.add.at(named, product.dst.bytes_of(told.address, told.length), 1)
     _require("are not named uncovered exactly once", gap & (named != 1), product.dst)
     _require("are wrongly named uncovered", ~gap & ~free & (named > 0), product.dst)
 

@@ -155,7 +155,10 @@ class Consuming:
         wanted.ticket = ticket
         if unfit:
             raise ComputeHere("unfit", unfit)
-        require_fit(ticket, request, self.parts.cut)
+        cut = self.parts.cut
+        require_fit(ticket, request, cut)
+        tokens = min(ticket.tokens, cut.loaded(request.num_tokens))
+        wanted.ticket = replace(ticket, tokens=tokens)
         self.renewer.watch(ticket)  # also while the request queues
         return True
 
@@ -197,7 +200,7 @@ class Consuming:
             incarnation=found.incarnation,
             hold_id=derived_hold(found.incarnation, named.name),
             digest=request_digest(request) if request is not None else "-",
-            tokens=self.parts.cut.tokens(request) if request is not None else 1,
+            tokens=self.parts.cut.loaded(request.num_prompt_tokens) if request is not None else 1,
             host=found.host,
             port=found.port,
             request_id=named.name,

@@ -29,6 +29,7 @@ from typing import Any
 from kvferry.errors import DescriptionError, ProtocolError
 from kvferry.handover.holds import HoldOrder
 from kvferry.handover.ticket import FORMAT, MARK, Ticket
+from kvferry.layout.model import Residency, ResidencyKind
 from kvferry.pool.weights import Adapters, Asked
 from kvferry.vllm.bootstrap import CHILD, derived_hold, transfer_name
 from kvferry.vllm.config import FerryConfig, Style
@@ -282,6 +283,11 @@ class PrefillCut:
     So the prefill stops one token short. Drafters that read ahead (several MTP modules) need more
     tokens held back. A state is in one block: the last of its table that is not for speculation.
 
+    A window (or chunk) of the last token may begin one block before that of the token after it.
+    When vLLM has computed or loaded a whole prompt, it drops that block. A decode engine that had
+    loaded all tokens would compute the last one again, without the block. So a decode engine leaves
+    out the last token, and a prefill engine whose blocks end there stops one token short.
+
     In-tree connectors cut prompts too. Under a MultiConnector a prompt must be cut only once, so
     the connector that cuts it marks the request. Our tickets are for whole prompts, so a prompt
     that another connector has cut is not held.
@@ -291,7 +297,8 @@ class PrefillCut:
     # by table: blocks for speculation behind the state; None: the table is not of a state
     scratch: tuple[int | None, ...] = ()
     cache_blocks: int = 0  # of this engine; 0: not known
-    windows: bool = False  # whether layers drop blocks that no later token reads
+    # of groups that drop blocks which no later token reads: what they keep, and tokens in a block
+    windows: tuple[tuple[Residency, int], ...] = ()
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> PrefillCut:
@@ -299,8 +306,16 @@ class PrefillCut:
         scratch = tuple(int(s.num_speculative_blocks) if is_state(s) else None for s in specs)
         has_states = any(blocks is not None for blocks in scratch)
         ahead = int(vllm_config.num_prefill_lookahead_tokens) - 1
-        spans = ("sliding_window", "attention_chunk_size")
-        windows = any(getattr(spec, span, None) for spec in specs for span in spans)
+        kinds: tuple[tuple[str, ResidencyKind], ...] = (
+            ("sliding_window", "window"),
+            ("attention_chunk_size", "chunk"),
+        )
+        windows = tuple(
+            (Residency(kind, span), int(spec.block_size))
+            for spec in specs
+            for name, kind in kinds
+            if (span := int(getattr(spec, name, None) or 0))
+        )
         held_back, blocks = max(int(has_states), ahead, 0), int(kv_cache_config.num_blocks)
         return cls(held_back, scratch, blocks, windows)
 
@@ -328,23 +343,32 @@ class PrefillCut:
     def stop_short(self, request: Any) -> None:
         """Let a prefill end before the tokens that are held back. A prompt whose cache must not be
         read (its logprobs are wanted) stays whole: vLLM's decode engine loads none of it."""
-        if not self.held_back or request.num_prompt_tokens <= self.held_back:
+        short = self._short(request.num_prompt_tokens)
+        if not short or request.num_prompt_tokens <= short:
             return
         if getattr(request, "skip_reading_prefix_cache", False):
             return
         # a new list: in the client's process, its other samples and its response have the old one
-        request.prompt_token_ids = request.prompt_token_ids[: -self.held_back]
-        del request._all_token_ids[-self.held_back :]
-        request.num_prompt_tokens -= self.held_back
+        request.prompt_token_ids = request.prompt_token_ids[:-short]
+        del request._all_token_ids[-short:]
+        request.num_prompt_tokens -= short
         request.max_tokens = 1
         # so that siblings do not cut it again
         request.kv_transfer_params = {**request.kv_transfer_params, CUT: True}
         request.block_hashes.clear()  # the last block may not be whole any more
         request.update_block_hashes()
 
-    def tokens(self, request: Any) -> int:
-        """How many tokens of a request a prefill engine with this model hands over."""
-        return max(0, int(request.num_prompt_tokens) - self.held_back)
+    def _short(self, prompt_tokens: int) -> int:
+        """How many tokens short of a prompt its prefill stops."""
+        dropped = any(
+            kept.needed_from(prompt_tokens - 1) // block < kept.needed_from(prompt_tokens) // block
+            for kept, block in self.windows
+        )
+        return max(self.held_back, int(dropped))
+
+    def loaded(self, prompt_tokens: int) -> int:
+        """How many tokens of a prompt a decode engine loads at most."""
+        return max(0, prompt_tokens - max(self.held_back, int(bool(self.windows))))
 
     def reaches_too_far(self, tokens: int, prompt_tokens: int) -> bool:
         """Whether so many prefilled tokens leave this engine too few to compute."""
