@@ -182,9 +182,7 @@ def _memory(engine: Golden, rank: Rank) -> np.ndarray:
 def _tables(engine: Golden, tokens: int, seed: int) -> list[np.ndarray]:
     """Distinct blocks for each of vLLM's groups (which are more than the model's)."""
     groups = engine.data["ranks"][0]["groups"]
-    one, _ = synthetic_tables(
-        engine.model, engine.shape, tokens, scattered=False, seed=seed
-    )
+    one, _ = synthetic_tables(engine.model, engine.shape, tokens, scattered=False, seed=seed)
     rng = np.random.default_rng(seed)
     length = max(len(table) for table in one)
     ids = rng.permutation(np.arange(1, engine.data["ranks"][0]["num_blocks"]))
