@@ -174,16 +174,25 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 # A full index
 
 
-def test_all_memory_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_all_memory_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
     """As when many ranks save at a time: a put waits until others have written what may then be
-    evicted for it. Where they do not end in time, it is told that there is no room."""
+    evicted for it. Where they do not end in time, it is told that there is no room. `ended`: they
+    end just before the put looks for them."""
     one, two = Small(tmp_path), Small(tmp_path)
     keys, size = [f"a{i}" for i in range(10)], OBJECT
-    waiting, outcomes = threading.Event(), list[Outcome]()
+    waiting, published, outcomes = threading.Event(), threading.Event(), list[Outcome]()
     others_work = Tiers._others_work
 
     def seen(self: Tiers) -> bool:
+        if not ended:
+            work = others_work(self)
+            waiting.set()
+            return work
         waiting.set()
+        assert published.wait(20)
         return others_work(self)
 
     monkeypatch.setattr(Tiers, "_others_work", seen)
@@ -194,6 +203,7 @@ def test_all_memory_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
         put.start()
         assert waiting.wait(20)
         granted.publish(np.full(10, size), np.zeros(10, dtype=np.uint64))  # of one chunk each
+        published.set()
     put.join(20)
     assert outcomes == [Outcome.DONE] and two.get("b") is Outcome.DONE
     one.store.clear(soon())

@@ -235,7 +235,7 @@ class Tiers:
         lock_seconds  longest wait for the lock, each time, of a caller that can do without extents
         """
         pending = [wish for wish in wishes if wish.size <= self.arena.capacity]
-        stuck, doubt = 0, False
+        stuck, doubt, quiet = 0, False, False
         patience = time.monotonic() + (PATIENCE_SECONDS if math.isinf(lock_seconds) else 0.0)
         try:
             while pending:
@@ -257,10 +257,11 @@ class Tiers:
                 elif not pending:
                     break
                 elif doubt and not self._reap(deadline, lock_seconds, now=True):
-                    if time.monotonic() > patience or not self._others_work():
+                    if quiet or time.monotonic() > patience:
                         break
-                    time.sleep(PATIENCE_PAUSE_S)
-                    stuck = 0
+                    quiet, stuck = not self._others_work(), 0
+                    if not quiet:  # else they may just have ended: one last look
+                        time.sleep(PATIENCE_PAUSE_S)
                 doubt = stuck > 1 or len(victims) == 0
         except BaseException:
             self.abandon([wish for wish in wishes if wish.offset >= 0])
