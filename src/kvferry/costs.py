@@ -52,6 +52,11 @@ class CostLine:
         self._new = 0  # observations since the last fit
 
     @property
+    def enough(self) -> bool:
+        """Whether there are enough observations for a fit."""
+        return len(self._seen) >= ENOUGH
+
+    @property
     def latest(self) -> float:
         return self._seen[-1][2] if self._seen else -math.inf
 
@@ -65,7 +70,7 @@ class CostLine:
         self._new += 1
 
     def fit(self, now: float = -math.inf) -> Fit | None:
-        if not self._new or len(self._seen) < ENOUGH:
+        if not self._new or not self.enough:
             return self._fit
         latest = max(now, self._seen[-1][2])
         if self._new >= FEW or abs(latest - self._fitted_at) >= self._refit:

@@ -159,6 +159,7 @@ class LoadCost:
         self._line = CostLine(FORGET_SECONDS, REFIT_SECONDS)
         self._last_end = -math.inf
         self.queued_bytes = 0  # of loads that are under way
+        self.enough = False  # whether there were enough of them for an estimate
 
     def ordered(self, request_id: str, load_bytes: int) -> None:
         self.over(request_id)
@@ -190,6 +191,7 @@ class LoadCost:
             if expected is None or load.seconds <= expected:
                 return
         self._line.add(size, load.seconds, now)
+        self.enough = self._line.enough
 
     def idle_seconds(self) -> float:
         """Since the last load ended; 0 while one is under way."""

@@ -233,19 +233,16 @@ class PoolScheduler:
         found = hit.tokens - computed
         if found < 1:
             return 0
-        tracker.declined = self._why_not(found, hit, count - hit.tokens)
+        least = self.limits.min_load_tokens
+        if least != "auto":
+            tracker.declined = "short" if found < least else ""
+        elif self.choice.loads.enough:
+            load_bytes, rest = self._bytes_of(hit.segments), count - hit.tokens
+            tracker.declined = self.choice.why_not(found, load_bytes, rest)
         if tracker.declined:
             return 0
         tracker.load = LoadSpec(hit, computed, answer.layouts)
         return found
-
-    def _why_not(self, found: int, hit: Hit, rest: int) -> str:
-        """Why the `found` tokens of a hit are computed instead; empty: they are loaded. `rest`:
-        tokens after the hit."""
-        least = self.limits.min_load_tokens
-        if least != "auto":
-            return "short" if found < least else ""
-        return self.choice.why_not(found, self._bytes_of(hit.segments), rest)
 
     def _bytes_of(self, segments: Iterable[Segment]) -> int:
         """Bytes of these segments, over all layers and ranks. A state is one entry."""
@@ -504,7 +501,7 @@ class PoolLimits:
     save: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadSpec:
     """The promise to a request: tokens that it can load from the pool."""
 
