@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -164,8 +165,43 @@ def test_forgetting_is_immediate_and_leaves_nothing() -> None:
     assert index.size == 2
     a.store(tokens[:4])  # of the engine's next life
     assert held(index, tokens) == {("a", "gpu"): 4, ("b", "gpu"): 8}
+    for _ in range(200):
+        a.store(tokens)
+        index.forget("a")
+    b.store(tokens[:8])
+    assert index._bits.bit_count() <= 40 and held(index, tokens) == {("b", "gpu"): 8}
     index.remove("a")
     assert "a" not in index.stats() and index.size == 2
+
+
+@pytest.mark.parametrize("gone", ["forgotten", "removed", "cleared"])
+def test_a_large_engine_is_forgotten_in_small_steps(gone: str) -> None:
+    index, count = CacheIndex(), 10_000
+    a, b = Told(index, "a"), Told(index, "b")
+    large = numbers(4 * count, seed=1)
+    a.store(large)
+    b.store(large[:40])
+    if gone == "cleared":
+        index.told(a.part, [Cleared()])
+    else:
+        index.forget("a") if gone == "forgotten" else index.remove("a")
+    assert held(index, large) == {("b", "gpu"): 40} and index.size == 10
+    c = Told(index, "a")  # of the engine's next life; what is left of the last one has no effect
+    left = [len(index._where)]
+    while len(index._where) > 10:
+        c.store(large[:20])
+        assert held(index, large) == {("a", "gpu"): 20, ("b", "gpu"): 40}
+        left.append(len(index._where))
+    assert left[0] > count // 2 and all(old - new <= 1024 for old, new in pairwise(left))
+    assert len(index._where) == 10 and index._bits.bit_count() == 2 and index.size == 15
+    # Not all of them are kept if they come faster than they go.
+    small = CacheIndex(most_blocks=3000)
+    d = Told(small, "d")
+    for seed in range(20):
+        d.store(numbers(4 * 2500, seed))
+        small.forget("d")
+        assert len(small._where) <= 2 * 3000
+    assert held(small, numbers(40, 19)) == {}
 
 
 def test_a_reset_empties_the_engine_but_not_the_pool() -> None:
@@ -495,11 +531,14 @@ def test_the_index_is_bounded_and_fair() -> None:
     small, large = Told(index, "small"), Told(index, "large")
     kept = numbers(400, seed=10_001)
     small.store(kept)
+    popular = numbers(40, seed=10_002)  # as a system prompt, which the engine never tells again
+    large.store(popular)
     for seed in range(100):
         large.store(numbers(100, seed))
         assert index.size <= 1000
+        assert held(index, popular) == {("large", "gpu"): 40}
     assert held(index, kept) == {("small", "gpu"): 400}
-    assert all(len(slot.held) == len(slot.blocks) for slot in large.part.slots.values())
+    assert len(index._where) == index.size and len(index._used) <= index.size
     assert held(index, numbers(100, seed=99))["large", "gpu"] == 100
     # an old prompt is forgotten, and its removal is no surprise
     old = numbers(100, seed=0)
@@ -508,6 +547,7 @@ def test_the_index_is_bounded_and_fair() -> None:
     for seed in range(500):
         index.sent("guessed", prompt(numbers(100, seed)))
     assert index.size <= 1000 and held(index, kept)["small", "gpu"] == 400
+    assert held(index, popular) == {("large", "gpu"): 40}
 
 
 def test_hostile_events_do_not_grow_the_index() -> None:
@@ -604,7 +644,9 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
             for prefix in held_by[name, group]:
                 engines[name].remove(prefix, group=group)
     slots = [slot for engine in engines.values() for slot in engine.part.slots.values()]
-    assert index.size == 0 and not any(slot.held for slot in slots)
+    assert not any(slot.copies for slot in slots)
+    index.told(engines["a"].part, [])  # sweeps what is left
+    assert index.size == 0 and not index._where and not index._used
 
 
 def test_a_long_prompt_over_many_engines_is_looked_up_quickly() -> None:
@@ -621,6 +663,25 @@ def test_a_long_prompt_over_many_engines_is_looked_up_quickly() -> None:
         times.append(time.perf_counter() - begun)
     assert [h.tokens for h in found] == [131_072 * (16 - n) // 16 for n in range(16)]
     assert min(times) < 0.005  # on a busy machine
+
+
+def test_a_prefix_that_many_engines_hold_costs_little_more_than_that_of_one() -> None:
+    """Measured: 0.4 ms for 2,000 blocks of 100 engines, 0.1 ms for those of one."""
+    times = {}
+    for engines in (1, 100):
+        index, tokens = CacheIndex(), numbers(32_000)
+        chain = prompt([*tokens, 1])
+        for n in range(engines):
+            Told(index, str(n), size=16).store(tokens)
+        chain.digests(16)
+        each = []
+        for _ in range(20):
+            begun = time.thread_time()
+            found = index.holdings(chain)
+            each.append(time.thread_time() - begun)
+        assert [h.tokens for h in found] == [32_000] * engines
+        times[engines] = min(each)
+    assert times[100] < 20 * times[1]
 
 
 def test_a_block_takes_little_memory() -> None:

@@ -13,8 +13,11 @@ are equal in one of five million routers, and a request is placed badly there.
                whose events were lost; for other engines, for some seconds until their events come
 
 What an engine tells is kept by slot: one group of one tier of one engine. Removals name a block by
-the engine's hash, so a slot has a dictionary from hash to digest beside the digests that it holds.
-The pool is what any engine told of it: a block is there until each of these engines has removed it.
+the engine's hash, so a slot has a dictionary from hash to digest. One dictionary of all engines
+maps a digest to an integer, with the bit of each slot that holds the block. A lookup walks once for
+each block size and keeps the bits that all blocks have in common, so a prefix that a hundred
+engines hold costs little more than that of one. The pool is what any engine told of it: a block is
+there until each of these engines has removed it.
 
 An estimate is one dictionary for each engine. A prompt goes in and out as a whole, in C, and its
 end leaves before its beginning. So a lookup is a binary search.
@@ -24,7 +27,11 @@ blocks before the prefix ends, a state group the block at which it ends; else th
 Groups of other kinds are ignored, so there the answer is an upper bound. A model with windows only
 skips blocks, and its events do not say which ones; these are not indexed.
 
-Everything is bounded by `most_blocks`. The engine with the most blocks loses its oldest ones first.
+Everything is bounded by `most_blocks`. The engine with the most blocks loses its oldest ones first,
+except those that were looked up since they were last spared: prompts begin with the oldest ones.
+
+Forgetting takes slots out of use, so lookups miss their blocks at once. The blocks leave the
+dictionaries in small steps, with later events and requests, so that no request waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +44,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat, takewhile
-from operator import indexOf
 from typing import Any, Literal
 
 import msgspec
@@ -54,6 +60,7 @@ _MOST_GROUPS = 64  # of one engine; real models have up to a dozen
 # before its events were lost, because engines evict the oldest blocks first.
 _TURNED_OVER = 64
 _DROPPED_SHARE = 64  # 1/64 of an engine's estimates leaves at a time: finding the oldest is slow
+_SWEPT_EACH_TIME = 1024  # forgotten blocks, about 0.3 ms; a million of them take 0.4 s
 _TRIMMED_SHARE = 256  # 1/256 of all blocks leaves at a time: finding the largest engine is slow
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 _WINDOW = ("sliding_window", "sliding_window_mla")
@@ -155,10 +162,11 @@ class Slot:
     tier: Tier
     group: int
     block_tokens: int
+    bit: int
     kind: str | None = None  # vLLM's word; None: it was not told, and counts as full attention
     window_tokens: int = 0
     blocks: dict[Hash, Digest] = field(default_factory=dict)  # the oldest first
-    held: dict[Digest, int] = field(default_factory=dict)  # and how often: of equal blocks, several
+    copies: dict[Hash, int] = field(default_factory=dict)  # of equal blocks, beyond the first
 
     @property
     def is_prefix(self) -> bool:
@@ -175,21 +183,8 @@ class Slot:
             return 1
         return math.ceil((self.window_tokens - 1) / self.block_tokens)
 
-    def store(self, name: Hash, digest: Digest) -> None:
-        self.blocks[name] = digest
-        # The pool has a block once, also if two requests save it.
-        self.held[digest] = 1 if self.tier == "pool" else self.held.get(digest, 0) + 1
 
-    def remove(self, name: Hash) -> bool:
-        """Whether the block was known."""
-        digest = self.blocks.get(name)
-        if digest is None:
-            return False
-        if (left := self.held.pop(digest, 1) - 1) > 0:
-            self.held[digest] = left
-        else:
-            del self.blocks[name]
-        return True
+_Bits = tuple[Slot, int]  # a slot, and its bit; in the pool, one slot, and the bits of all engines
 
 
 @dataclass(slots=True, eq=False)
@@ -245,6 +240,10 @@ class CacheIndex:
         self.most_blocks = most_blocks
         self._clock = clock
         self._parts: dict[str, Publisher] = {}
+        self._where: dict[Digest, int] = {}  # a digest, and the bits of the slots that hold it
+        self._used: set[Digest] = set()  # digests that were looked up
+        self._bits = 0  # that are in use
+        self._forgotten: deque[Slot] = deque()  # out of use, with blocks that may have their bits
 
     @property
     def size(self) -> int:
@@ -267,10 +266,11 @@ class CacheIndex:
 
     def remove(self, engine: str) -> None:
         """An engine is gone for good."""
+        self.forget(engine)
         self._parts.pop(engine, None)
 
     def forget_part(self, part: Publisher) -> None:
-        part.slots.clear()
+        self._retire(part, list(part.slots))
         part.estimates.clear()
         part.view, part.known_in_a_row = "estimated", 0
 
@@ -296,27 +296,31 @@ class CacheIndex:
         the pool, which has no engine, may. An engine's estimate counts where it is longer than what
         the engine told.
         """
-        now, found = self._clock(), []
-        pool: dict[tuple[int, int], list[Slot]] = {}  # by group and size
+        now, found, lengths = self._clock(), [], self._walk(chain)
+        pool: dict[tuple[int, int], _Bits] = {}  # by group and size, of all engines that tell of it
         layouts = set()  # ways in which engines cut the pool
         for part in self._parts.values():
-            tiers: dict[Tier, list[Slot]] = {}
+            tiers: dict[Tier, list[_Bits]] = {}
             for slot in part.slots.values():
-                tiers.setdefault(slot.tier, []).append(slot)
+                tiers.setdefault(slot.tier, []).append((slot, slot.bit))
             if shared := tiers.pop("pool", None):
-                for slot in shared:
-                    pool.setdefault((slot.group, slot.block_tokens), []).append(slot)
-                layouts.add(tuple(sorted((slot.group, slot.block_tokens) for slot in shared)))
+                for slot, bit in shared:
+                    one, bits = pool.get((slot.group, slot.block_tokens), (slot, 0))
+                    pool[slot.group, slot.block_tokens] = one, bits | bit
+                layouts.add(tuple(sorted((slot.group, slot.block_tokens) for slot, _ in shared)))
             local = 0
             if part.estimates:
                 local = _estimated(part, chain, now)
             if "gpu" in tiers:
-                local = max(local, _length(chain, [[slot] for slot in tiers["gpu"]]))
+                local = max(local, self._length(chain, tiers["gpu"], lengths))
             if local:
                 found.append(Holding(part.engine, local, "gpu"))
-            if "cpu" in tiers and (tokens := _length(chain, [[slot] for slot in tiers["cpu"]])):
+            if "cpu" in tiers and (tokens := self._length(chain, tiers["cpu"], lengths)):
                 found.append(Holding(part.engine, tokens, "cpu"))
-        stored = max([_length(chain, [pool[key] for key in keys]) for keys in layouts], default=0)
+        for slot, bits in pool.values():
+            lengths[bits] = self._run(chain, slot, bits)
+        ways = [[pool[key] for key in keys] for keys in layouts]
+        stored = max([self._length(chain, way, lengths) for way in ways], default=0)
         return [*found, Holding("", stored, "pool")] if stored else found
 
     def sent(
@@ -341,7 +345,7 @@ class CacheIndex:
         estimates.update(dict.fromkeys(reversed(digests), ends))
         if (over := len(estimates) - part.capacity_blocks) > 0:
             part.drop_estimates(over + part.capacity_blocks // _DROPPED_SHARE)
-        self._trim()
+        self._tidy()
 
     # Events
 
@@ -356,7 +360,7 @@ class CacheIndex:
                 self._removed(part, event)
             else:
                 self._cleared(part)
-        self._trim()
+        self._tidy()
 
     def whole(self, part: Publisher) -> None:
         """The part is complete: every event since the engine's start was applied."""
@@ -379,7 +383,7 @@ class CacheIndex:
             return
         for name, digest in zip(event.block_hashes, places, strict=True):
             if digest is not None:
-                slot.store(name, digest)
+                self._store(slot, name, digest)
 
     def _place(
         self, part: Publisher, size: int, event: Stored, batch: Sequence[Event]
@@ -426,7 +430,7 @@ class CacheIndex:
             if of_tier == tier and event.group_idx in (None, group)
         ]
         for name in event.block_hashes:
-            found = sum([slot.remove(name) for slot in slots])
+            found = sum([self._take(slot, name) for slot in slots])
             if tier == "gpu" and part.view == "lost":
                 part.known_in_a_row = part.known_in_a_row + 1 if found else 0
                 if part.known_in_a_row >= _TURNED_OVER:
@@ -435,7 +439,7 @@ class CacheIndex:
     def _cleared(self, part: Publisher) -> None:
         """vLLM has emptied its own cache. The pool has events of its own. The CPU's tier may have
         been emptied too, without an event, so it is forgotten with the GPU's."""
-        part.slots = {key: slot for key, slot in part.slots.items() if slot.tier == "pool"}
+        self._retire(part, [key for key in part.slots if key[0] != "pool"])
         part.drop_estimates()
         self.whole(part)
 
@@ -448,10 +452,14 @@ class CacheIndex:
         if tier is None or not 0 <= group < _MOST_GROUPS or size <= 0:
             return None
         slot = part.slots.get((tier, group))
-        if slot is None or slot.block_tokens < size:  # what it has are parts of blocks
+        if slot is None or slot.block_tokens < size:
+            if slot is not None:  # what it has are parts of blocks
+                self._retire(part, [(tier, group)])
             # The pool's events do not tell the kind.
             kind, window = (same.kind, same.window_tokens) if same is not None else (None, 0)
-            slot = part.slots[tier, group] = Slot(tier, group, size, kind, window)
+            bit = ~self._bits & (self._bits + 1)  # the lowest that is not in use
+            self._bits |= bit
+            slot = part.slots[tier, group] = Slot(tier, group, size, bit, kind, window)
         if slot.block_tokens > size:
             return None
         if event.kv_cache_spec_kind is not None:
@@ -460,6 +468,57 @@ class CacheIndex:
                     other.kind = event.kv_cache_spec_kind
                     other.window_tokens = event.kv_cache_spec_sliding_window or 0
         return slot
+
+    # Slots and their bits
+
+    def _store(self, slot: Slot, name: Hash, digest: Digest) -> None:
+        if name not in slot.blocks:
+            slot.blocks[name] = digest
+            self._where[digest] = self._where.get(digest, 0) | slot.bit
+        elif slot.tier != "pool":  # which has a block once, also if two requests save it
+            slot.copies[name] = slot.copies.get(name, 0) + 1
+
+    def _take(self, slot: Slot, name: Hash) -> bool:
+        """Remove a block. Returns whether it was known."""
+        if name not in slot.blocks:
+            return False
+        if copies := slot.copies.pop(name, 0):
+            if copies > 1:
+                slot.copies[name] = copies - 1
+        else:
+            self._unset(slot.blocks.pop(name), slot.bit)
+        return True
+
+    def _unset(self, digest: Digest, bit: int) -> None:
+        if mask := self._where.get(digest, 0) & ~bit:
+            self._where[digest] = mask
+        else:
+            self._where.pop(digest, None)
+            self._used.discard(digest)
+
+    def _retire(self, part: Publisher, keys: Iterable[tuple[Tier, int]]) -> None:
+        """Take slots out of use at once. `_sweep` takes their bits off the blocks."""
+        self._forgotten.extend([part.slots.pop(key) for key in keys])
+        self._sweep(_SWEPT_EACH_TIME)
+
+    def _sweep(self, count: int) -> None:
+        """Take the bits of slots that are out of use off `count` blocks. Until all blocks of a slot
+        are swept, no other slot gets its bit."""
+        while self._forgotten:
+            slot = self._forgotten[0]
+            while slot.blocks and count > 0:
+                self._unset(slot.blocks.popitem()[1], slot.bit)
+                count -= 1
+            if slot.blocks:
+                return
+            self._forgotten.popleft()
+            self._bits &= ~slot.bit
+
+    def _tidy(self) -> None:
+        if self._forgotten:
+            unswept = sum([len(slot.blocks) for slot in self._forgotten])
+            self._sweep(max(_SWEPT_EACH_TIME, unswept - self.most_blocks))
+        self._trim()
 
     def _trim(self) -> None:
         """The engine with the most blocks loses its oldest ones: estimates first."""
@@ -471,63 +530,99 @@ class CacheIndex:
                 continue
             slot = max(part.slots.values(), key=lambda slot: len(slot.blocks))
             for name in list(islice(slot.blocks, count)):
-                slot.held.pop(slot.blocks.pop(name), None)
+                digest = slot.blocks.pop(name)
+                if digest in self._used:  # it is spared once
+                    self._used.discard(digest)
+                    slot.blocks[name] = digest
+                else:
+                    self._unset(digest, slot.bit)
+                    slot.copies.pop(name, None)
 
+    # Walks
 
-# Lookups. A list of slots holds the blocks of all of them: in the pool, several engines tell of one
-# group.
+    def _walk(self, chain: PromptChain) -> dict[int, int]:
+        """Tokens of the prefix that each slot of a full-attention group holds, by its bit, if it
+        holds any. Without the pool."""
+        wanted: dict[int, int] = {}  # bits by block size
+        for part in self._parts.values():
+            for slot in part.slots.values():
+                if slot.tier != "pool" and slot.is_prefix:
+                    wanted[slot.block_tokens] = wanted.get(slot.block_tokens, 0) | slot.bit
+        lengths: dict[int, int] = {}
+        for size, alive in wanted.items():
+            held, digests = 0, chain.digests(size)
+            ended: list[tuple[int, int]] = []  # bits, and how many blocks they have in common
+            same: int | None = -1  # neighbours mostly have one mask
+            for held, mask in enumerate(map(self._where.get, digests)):
+                if mask == same:
+                    continue
+                same = mask
+                left = alive & (mask or 0)
+                if left != alive:
+                    ended.append((alive ^ left, held))
+                    alive = left
+                    if not alive:
+                        break
+            else:
+                held = len(digests)
+            ended.append((alive, held))
+            if (
+                held
+                and self.size > self.most_blocks // 2  # else nothing has to leave soon
+                and not self._used.issuperset((digests[0], digests[held - 1]))
+            ):
+                self._used.update(digests[:held])
+            for bits, blocks in ended:
+                while blocks and bits:
+                    bit = bits & -bits
+                    lengths[bit] = blocks * size
+                    bits ^= bit
+        return lengths
 
-
-def _length(chain: PromptChain, groups: Sequence[list[Slot]]) -> int:
-    """Tokens of the prefix that the groups of one tier hold together."""
-    groups = [slots for slots in groups if slots[0].counts]
-    if not groups:
-        return 0
-    tokens = chain.tokens if groups[0][0].tier == "pool" else chain.tokens - 1
-    for slots in groups:
-        if slots[0].is_prefix:
-            tokens = min(tokens, _run(chain, slots))
-    step = math.lcm(*(slots[0].block_tokens for slots in groups))
-    others = [slots for slots in groups if not slots[0].is_prefix]
-    while tokens > 0:
-        tokens = before = tokens // step * step
-        for slots in others:
-            tokens = min(tokens, _last_window(chain, slots, tokens))
-        if tokens == before:
-            break
-    return tokens
-
-
-def _run(chain: PromptChain, slots: Sequence[Slot]) -> int:
-    """Tokens of the longest prefix whose blocks are all held."""
-    size = slots[0].block_tokens
-    digests = chain.digests(size)
-    try:
-        return size * indexOf(map(_holds(slots), digests), False)
-    except ValueError:  # all of them
-        return size * len(digests)
-
-
-def _last_window(chain: PromptChain, slots: Sequence[Slot], tokens: int) -> int:
-    """The longest prefix up to `tokens` that ends with what a window or a state needs."""
-    size, window, holds = slots[0].block_tokens, slots[0].window, _holds(slots)
-    digests = chain.digests(size)
-    end = tokens // size
-    held = 0
-    for block in range(end - 1, -1, -1):
-        if holds(digests[block]):
-            held += 1
-            if held == window:
+    def _run(self, chain: PromptChain, slot: Slot, bits: int) -> int:
+        """Tokens of the longest prefix of which each block has one of the bits."""
+        get, blocks = self._where.get, 0
+        for digest in chain.digests(slot.block_tokens):
+            if not get(digest, 0) & bits:
                 break
-        else:
-            end, held = block, 0
-    return end * size
+            blocks += 1
+        return blocks * slot.block_tokens
 
+    def _length(
+        self, chain: PromptChain, groups: Iterable[_Bits], lengths: Mapping[int, int]
+    ) -> int:
+        """Tokens of the prefix that the groups of one tier hold together."""
+        groups = [(slot, bits) for slot, bits in groups if slot.counts]
+        if not groups:
+            return 0
+        tokens = chain.tokens if groups[0][0].tier == "pool" else chain.tokens - 1
+        for slot, bits in groups:
+            if slot.is_prefix:
+                tokens = min(tokens, lengths.get(bits, 0))
+        step = math.lcm(*(slot.block_tokens for slot, _ in groups))
+        others = [(slot, bits) for slot, bits in groups if not slot.is_prefix]
+        while tokens > 0:
+            tokens = before = tokens // step * step
+            for slot, bits in others:
+                tokens = min(tokens, self._last_window(chain, slot, bits, tokens))
+            if tokens == before:
+                break
+        return tokens
 
-def _holds(slots: Sequence[Slot]) -> Callable[[Digest], bool]:
-    if len(slots) == 1:
-        return slots[0].held.__contains__
-    return lambda digest: any(digest in slot.held for slot in slots)
+    def _last_window(self, chain: PromptChain, slot: Slot, bits: int, tokens: int) -> int:
+        """The longest prefix up to `tokens` that ends with what a window or a state needs."""
+        size, window, get = slot.block_tokens, slot.window, self._where.get
+        digests = chain.digests(size)
+        end = tokens // size
+        held = 0
+        for block in range(end - 1, -1, -1):
+            if get(digests[block], 0) & bits:
+                held += 1
+                if held == window:
+                    break
+            else:
+                end, held = block, 0
+        return end * size
 
 
 def _estimated(part: Publisher, chain: PromptChain, now: float) -> int:
