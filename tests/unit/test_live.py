@@ -357,6 +357,10 @@ def test_recent_failures_of_an_engine_are_counted() -> None:
     assert recent == {P: (0, 0), D: (2, 5), E: (0, 0)}
     late = world.after(301)["engines"][1]
     assert (late["recent_failures"], late["recent_failed_probes"]) == (0, 0)
+    # an engine that was removed and added again has failed less than before
+    world.set(D, failures=1, failed_probes=0)
+    again = world.after(1)["engines"][1]
+    assert (again["recent_failures"], again["recent_failed_probes"]) == (0, 0)
 
 
 def test_an_engine_that_never_was_up_has_not_failed() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
 import ssl
@@ -20,6 +21,7 @@ from typing import Any
 import h11
 import pytest
 
+import kvferry.router.fleet.connections as connections_module
 from kvferry.router.fleet.connections import (
     BrokenAnswer,
     EngineTransport,
@@ -587,6 +589,37 @@ def test_a_refused_connection() -> None:
             pass
         with pytest.raises(NoConnection):
             await client.get()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_address_that_refuses_tells_more_than_one_without_a_way(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a name with an address of IPv6, on a host that has none."""
+
+    async def run() -> None:
+        async with asking(bytes_of(WHOLE)) as (client, _):
+            pass
+
+        async def addresses(name: str) -> list[str]:
+            return ["127.0.0.1", "fd00::1"][::order]
+
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def no_ipv6(make: Any, host: str, *rest: Any, **options: Any) -> Any:
+            if ":" in host:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+            return await connect(make, host, *rest, **options)
+
+        monkeypatch.setattr(loop, "create_connection", no_ipv6)
+        monkeypatch.setattr(connections_module, "addresses", addresses)
+        client.url = client.url.replace("127.0.0.1", "engine")
+        with pytest.raises(NoConnection) as caught:
+            await client.get()
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
     asyncio.run(run())
 

@@ -288,9 +288,11 @@ class LiveState:
         for url, engine in engines.items():
             if (old := before.get(url)) is None:
                 continue
-            self._of_engines.add((url, "failures"), engine.failures - old.failures)
+            # One that was removed and added again has failed less than before.
+            failures = max(0, engine.failures - old.failures)
+            self._of_engines.add((url, "failures"), failures)
             if old.was_up:
-                probes = engine.failed_probes - old.failed_probes
+                probes = max(0, engine.failed_probes - old.failed_probes)
                 self._of_engines.add((url, "failed_probes"), probes)
         recent = self._by_engine
         self._by_engine = {

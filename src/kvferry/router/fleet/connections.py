@@ -192,7 +192,9 @@ class EngineTransport:
                 )
                 return connection
             except OSError as error:
-                refusal = error
+                # That its host runs without it says more than that there is no way to an address.
+                if not isinstance(refusal, ConnectionRefusedError):
+                    refusal = error
         raise refusal
 
     async def _addresses(self, name: str) -> list[str]:
