@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+import kvferry.router.cache.index as index_module
 from kvferry.router.cache.index import (
     PENDING_SECONDS,
     CacheIndex,
@@ -647,6 +649,82 @@ def test_random_caches_beside_a_plain_model(seed: int) -> None:
     assert not any(slot.copies for slot in slots)
     index.told(engines["a"].part, [])  # sweeps what is left
     assert index.size == 0 and not index._where and not index._used
+
+
+@pytest.mark.parametrize("most_blocks", [100_000, 150])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_tiers_beside_a_plain_model(
+    seed: int, most_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines with two block sizes tell of their tiers and of one pool; they restart and leave, and
+    what they held is swept slowly. A full index holds no more than the model does."""
+    monkeypatch.setattr(index_module, "_SWEPT_EACH_TIME", 3)
+    random_ = random.Random(seed)
+    index, media = CacheIndex(most_blocks), {"gpu": "GPU", "cpu": "CPU", "pool": "STORAGE"}
+    sizes = {"a": 4, "b": 4, "c": 8, "d": 4}
+    engines = {name: Told(index, name, size) for name, size in sizes.items()}
+    model = {(name, tier): Counter[tuple[int, ...]]() for name in sizes for tier in media}
+    roots = [numbers(24, seed=seed * 100 + n) for n in range(3)]
+
+    def some_prompt() -> list[int]:
+        cut = random_.randrange(0, 25, 4)
+        rest = [random_.randrange(3) for _ in range(random_.randrange(4, 20))]
+        return random_.choice(roots)[:cut] + rest
+
+    def longest(have: Iterable[tuple[int, ...]], tokens: list[int], size: int) -> int:
+        ends = {len(prefix) for prefix in have if tuple(tokens[: len(prefix)]) == prefix}
+        return next(n for n in range(0, 1000, size) if n + size not in ends)
+
+    for _ in range(400):
+        name, tier = random_.choice(list(sizes)), random_.choice(list(media))
+        engine, size, action = engines[name], sizes[name], random_.random()
+        if action < 0.05:
+            emptied = set(media)
+            if action < 0.02:
+                index.told(engine.part, [Cleared()])
+                emptied.remove("pool")
+            elif action < 0.04:
+                index.forget(name)
+            else:
+                index.remove(name)
+                engines[name] = Told(index, name, size)
+            for one in emptied:
+                model[name, one].clear()
+        elif action < 0.5:
+            tokens = some_prompt()
+            engine.store(tokens, medium=media[tier])
+            told = [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+            model[name, tier].update(told)
+            if tier == "pool":  # which has a block once
+                model[name, tier] = Counter(dict.fromkeys(model[name, tier], 1))
+        else:
+            for _ in range(min(len(model[name, tier]), 4)):
+                prefix = random_.choice(sorted(model[name, tier]))
+                model[name, tier] -= Counter([prefix])
+                engine.remove(prefix, media[tier])
+        tokens = some_prompt()
+        expected = {
+            (name, tier): longest(have, tokens, sizes[name])
+            for (name, tier), have in model.items()
+            if tier != "pool"
+        }
+        pools = {
+            size: {p for n in sizes if sizes[n] == size for p in model[n, "pool"]}
+            for size in (4, 8)
+        }
+        expected["", "pool"] = max(longest(pools[size], tokens, size) for size in pools)
+        found = held(index, tokens)
+        assert index.size <= most_blocks and len(index._used) <= len(index._where)
+        if most_blocks > 1000:
+            assert found == {key: tokens for key, tokens in expected.items() if tokens}
+            assert index.size == sum(map(len, model.values()))
+        else:
+            assert all(tokens <= expected[key] for key, tokens in found.items())
+    for name in sizes:
+        index.forget(name)
+    while index._forgotten:
+        index.told(engines["a"].part, [])
+    assert not index._where and not index._used and not index._bits
 
 
 def test_a_long_prompt_over_many_engines_is_looked_up_quickly() -> None:
