@@ -552,6 +552,19 @@ def test_the_index_is_bounded_and_fair() -> None:
     assert held(index, popular) == {("large", "gpu"): 40}
 
 
+def test_where_all_blocks_were_looked_up_some_leave_soon() -> None:
+    index = CacheIndex(most_blocks=25_600)
+    a = Told(index, "a", size=1)
+    prompts = [numbers(1000, seed) for seed in range(25)]
+    for tokens in prompts:
+        a.store(tokens)
+    for tokens in prompts:
+        held(index, tokens)
+    assert len(index._used) == index.size == 25_000
+    a.store(numbers(601, seed=99))  # one too many, so 101 leave, after 400 that are spared
+    assert index.size == 25_500 and len(index._used) == 25_000 - 501
+
+
 def test_hostile_events_do_not_grow_the_index() -> None:
     index, tokens = CacheIndex(), numbers(40)
     a = Told(index, "a")
