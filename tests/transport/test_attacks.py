@@ -177,7 +177,10 @@ def test_an_endpoint_names_no_path(victim: Victim, name: str) -> None:
 
 
 def test_without_a_directory_for_its_socket_nobody_vouches(
-    victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: Victim,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As where another user has taken its name. With a secret, engines start all the same."""
     (tmp_path / "run").write_text("no directory")
@@ -185,6 +188,7 @@ def test_without_a_directory_for_its_socket_nobody_vouches(
         monkeypatch.setenv("KVFERRY_RUNTIME_DIR", str(tmp_path / "run"))
         with pytest.raises(PermissionDenied, match="no socket to vouch for"):
             victim.carrier.connect(peer.endpoint(), soon())
+        assert "no peer reaches this process by `local` or `cuda`" in caplog.text
         with pytest.raises(PermissionDenied, match="no owner can be asked"):  # from here
             victim.carrier.connect(other.endpoint, soon())
 

@@ -354,15 +354,16 @@ def test_signals_do_not_stretch_a_wait(way: str) -> None:
             signal.pthread_kill(thread[0], signal.SIGUSR1)
         return waits.done()
 
-    with other, contextlib.closing(stream), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(wait)
-        try:
-            wait_until(over, 10.0)
-        finally:
-            stream.abort()
-            wait_until(waits.done)
-            signal.signal(signal.SIGUSR1, before)
-        waits.result()
+    with contextlib.ExitStack() as last, other, contextlib.closing(stream):
+        # after the thread's end: a signal that it has yet to take would end this process
+        last.callback(signal.signal, signal.SIGUSR1, before)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(wait)
+            try:
+                wait_until(over, 10.0)
+            finally:
+                stream.abort()
+            waits.result()
 
 
 def test_a_refused_peer_that_sends_on_is_left_in_time() -> None:

@@ -106,8 +106,8 @@ def _connect(question: socket.socket, path: str, deadline: float) -> None:
 def vouch_for(make: Callable[[str], bytes]) -> bytes:
     """Make an endpoint that this process vouches for from now on.
 
-    `make` gets the name of the socket's file. The name is empty if there can be no socket; peers
-    then use another carrier, or tcp.
+    `make` gets the name of the socket's file. The name is empty if there can be no socket; only
+    another carrier reaches this process then.
     """
     global _voucher
     with _lock:
@@ -116,7 +116,7 @@ def vouch_for(make: Callable[[str], bytes]) -> bytes:
                 _sweep()
                 _voucher = _Voucher()
             except (KvferryError, OSError, RuntimeError) as error:
-                log.warning("peers reach this process's memory by tcp, and not directly: %s", error)
+                log.warning("no peer reaches this process by `local` or `cuda`: %s", error)
                 return make("")
         endpoint = make(_voucher.name)
         _voucher.digests.add(hashlib.sha256(endpoint).digest())
