@@ -163,8 +163,8 @@ def test_who_stands_still_gives_way(
 def test_who_waits_for_one_more_block_gives_way(
     make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loaded prompt needs a block more, for drafts, and all are held. vLLM looks at loaded prompts
-    first, so it does not even ask for the tickets behind them."""
+    """A loaded prompt needs a block more, for drafts, and all are held. vLLM looks at loaded
+    prompts first, so it does not even ask for the tickets behind them."""
     monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 60.0)
     p = make("p")
     pair = [make(name, drafts=2, batched=512, max_held_blocks=0) for name in ("one", "two")]

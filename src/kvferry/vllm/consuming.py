@@ -399,7 +399,8 @@ class Consuming:
 
         If nothing loads either, the queued requests wait until other engines fetch what this one
         holds, and those engines may do the same. An engine that an operator has paused only seems
-        to stand still: vLLM asks for no match, and no loaded request waits for a block.
+        to stand still: vLLM asks for no match. It asks for none either while a loaded request waits
+        for a block.
         """
         if self._beginning:
             self._beginning.difference_update(scheduled)
