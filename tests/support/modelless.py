@@ -534,6 +534,7 @@ class Modelless:
             consuming, producing = ferry.consuming, ferry.producing
             kept.update(
                 wanted=len(consuming.wanted),
+                beginning=len(consuming._beginning),
                 unsettled=int(consuming.unsettled),
                 renewals=consuming.renewer.watched,
                 accepted=len(producing.accepted),

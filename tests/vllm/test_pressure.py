@@ -160,6 +160,35 @@ def test_who_stands_still_gives_way(
     )
 
 
+def test_who_waits_for_one_more_block_gives_way(
+    make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loaded prompt needs a block more, for drafts, and all are held. vLLM looks at loaded
+    prompts first, so it does not even ask for the tickets behind them."""
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 60.0)
+    p = make("p")
+    pair = [make(name, drafts=2, batched=512, max_held_blocks=0) for name in ("one", "two")]
+    loaded, held = 5 * 16, 26 * 16  # together, the whole cache
+    for seed, engine in enumerate(pair):
+        p.add(f"d{seed}", prompt(seed, loaded), 1, do_remote_decode=True)
+        run(p, until=lambda: f"d{seed}" in p.ended)  # noqa: B023
+        engine.add("d", prompt(seed, loaded), TOKENS, **p.params[f"d{seed}"])
+        engine.add("x", prompt(seed + 2, held), 1, do_remote_decode=True)
+        run(engine, until=lambda: "x" in engine.ended)  # noqa: B023
+    run(p, *pair, until=lambda: sum(sum(engine.told("loads")) for engine in pair) == 2)
+    for seed, (engine, other) in enumerate(zip(pair, reversed(pair), strict=True)):
+        engine.add("e", prompt(3 - seed, held), TOKENS, **other.params["x"])
+    begun = time.monotonic()
+    run(*pair, until=lambda: time.monotonic() > begun + 0.1)
+    assert all(engine.ended.keys() == {"x"} for engine in pair)
+    monkeypatch.setattr(consuming, "STANDSTILL_SECONDS", 0.2)
+    run(*pair, until=lambda: all({"d", "e"} <= engine.ended.keys() for engine in pair), seconds=10)
+    for seed, engine in enumerate(pair):
+        assert engine.tokens["d"] == expected(prompt(seed, loaded), TOKENS)
+        assert engine.tokens["e"] == expected(prompt(3 - seed, held), TOKENS)
+    assert sum(engine.counted("requests_computed_here")["gave way"] for engine in pair) in (1, 2)
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_a_paused_engine_does_not_give_way(
     make: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch, state: PauseState

@@ -210,6 +210,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             promised = self.pool is not None and self.pool.pool.promised(request.request_id)
             external = 0 if promised else num_external_tokens
             self.handover.consuming.allocated(request, tables, external)
+            if num_external_tokens:
+                self.handover.consuming.begins(request.request_id)
         if self.pool is not None:
             self.pool.allocated(request, tables, num_external_tokens)
 
@@ -247,7 +249,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.handover is not None:
             consuming = self.handover.consuming
             still = idle and not (self.pool is not None and self.pool.pool.loading)
-            consuming.give_way(still=still and bool(self.handover.producing.held))
+            still = still and bool(self.handover.producing.held)
+            consuming.give_way(scheduler_output.num_scheduled_tokens, still=still)
             consuming.settle()
             queueing = idle and consuming.queueing
             handover = self.handover.parts.orders.take()

@@ -70,6 +70,9 @@ class Consuming:
     _windows: tuple[CacheModel, EngineShape] | None = None  # of this engine, if it has windows
     _still_since: float | None = None  # when this engine came to a standstill
     _asked: bool = False  # whether vLLM has asked for a match since the last step
+    # Requests with blocks for a load, until vLLM schedules them. It looks at these first, and at no
+    # others while one that is loaded waits for one more block.
+    _beginning: set[str] = field(default_factory=set)
 
     def described_as(self, model: CacheModel, shape: EngineShape) -> None:
         """Set this engine's description. With windows, not every shape can be loaded from."""
@@ -311,6 +314,10 @@ class Consuming:
             )
         )
 
+    def begins(self, request_id: str) -> None:
+        """A request got blocks for a load, from another engine or from our pool."""
+        self._beginning.add(request_id)
+
     def loads(self, request_id: str) -> bool:
         """Whether this request's prompt is being loaded from another engine."""
         wanted = self.wanted.get(request_id)
@@ -335,6 +342,7 @@ class Consuming:
 
     def finished(self, request_id: str) -> None:
         """A request is over, however it ended."""
+        self._beginning.discard(request_id)
         wanted = self.wanted.pop(request_id, None)
         if wanted is not None and not wanted.over:
             if wanted.loading:
@@ -385,14 +393,18 @@ class Consuming:
         """Whether requests wait for their prefill elsewhere, or for blocks to load it into."""
         return any(not one.over and not one.loading for one in self.wanted.values())
 
-    def give_way(self, *, still: bool) -> None:
-        """Called once a step. `still`: it computes nothing, and this engine holds prompts.
+    def give_way(self, scheduled: Iterable[str], *, still: bool) -> None:
+        """Called once a step, with its requests. `still`: there are none, nothing comes from the
+        pool, and this engine holds prompts.
 
         If nothing loads either, the queued requests wait until other engines fetch what this one
         holds, and those engines may do the same. An engine that an operator has paused only seems
-        to stand still: vLLM asks for no match.
+        to stand still: vLLM asks for no match. It asks for none either while a loaded request waits
+        for a block.
         """
-        still, self._asked = still and self._asked, False
+        if self._beginning:
+            self._beginning.difference_update(scheduled)
+        still, self._asked = still and (self._asked or bool(self._beginning)), False
         live = [(name, one) for name, one in self.wanted.items() if not one.over] if still else []
         queued = [name for name, one in live if one.ready and one.ticket and not one.loading]
         now = time.monotonic()
