@@ -423,6 +423,7 @@ def test_after_a_failed_load_a_request_is_not_matched_again(
     scheduler.on_new_request(asked)
     lost = PoolLoaded("r", "one object", bad_from=16)
     scheduler.reported(FerryReport(loaded=[lost]), ["r"])
+    assert scheduler.matched(asked, 0) == (None, False), "loaded requests come first"
     assert scheduler.matched(asked, 0) == (0, False)
 
 
