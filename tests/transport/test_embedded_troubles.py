@@ -174,26 +174,27 @@ def test_extents_granted_before_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 # A full index
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("others", ["write", "just ended", "write again"])
 def test_all_memory_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
     """As when many ranks save at a time: a put waits until others have written what may then be
-    evicted for it. Where they do not end in time, it is told that there is no room. `ended`: they
-    end just before the put looks for them."""
+    evicted for it. Where they do not end in time, it is told that there is no room. They may end
+    just before the put looks for them, or begin again just after it saw none."""
     one, two = Small(tmp_path), Small(tmp_path)
     keys, size = [f"a{i}" for i in range(10)], OBJECT
     waiting, published, outcomes = threading.Event(), threading.Event(), list[Outcome]()
-    others_work = Tiers._others_work
+    others_work, looks = Tiers._others_work, list[bool]()
 
     def seen(self: Tiers) -> bool:
-        if not ended:
-            work = others_work(self)
+        if others == "just ended":
             waiting.set()
-            return work
+            assert published.wait(20)
+        looks.append(others_work(self))
+        if others == "write again" and len(looks) == 1:
+            return False
         waiting.set()
-        assert published.wait(20)
-        return others_work(self)
+        return looks[-1]
 
     monkeypatch.setattr(Tiers, "_others_work", seen)
     monkeypatch.setattr(eviction, "PATIENCE_SECONDS", 20.0)

@@ -5,6 +5,7 @@ Every cached byte that the scheduler relies on is checked before it is used (see
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -380,6 +381,38 @@ def test_hybrid_models(make: Make, faults: Any, kind: str, fail: bool) -> None:
     third.run()
     ended(third)
     assert third.computed["c"] == 200 + 4 + 20 + 3 - 192
+
+
+def test_a_failed_load_does_not_block_the_loads_behind_it(make: Make, faults: Any) -> None:
+    """A load has the blocks of its window, computing needs those of all tokens. vLLM would wait for
+    blocks at the failed request, while the loaded one has them."""
+    first = make(hybrid="window", blocks=256)
+    for seed in (1, 2):
+        first.add(f"a{seed}", prompt(seed, 200))
+        first.run()
+    second = make(hybrid="window", blocks=33)
+    calls, both, failed = itertools.count(), threading.Event(), threading.Event()
+
+    def fault(*_: Any) -> None:
+        if next(calls):
+            assert failed.wait(20)
+        else:
+            assert both.wait(20)
+            raise StoreError("gone")
+
+    faults["get"] = fault
+    for seed in (1, 2):
+        second.add(f"b{seed}", prompt(seed, 200))
+    second.until(lambda: len(second.pool._loads) == 2)
+    both.set()
+    second.until(lambda: len(second.pool._loads) == 1)
+    for _ in range(3):
+        second.step()
+    failed.set()
+    second.run()
+    ended(second)
+    assert [second.out[f"b{seed}"] for seed in (1, 2)] == list(first.out.values())
+    assert sorted(second.computed.values()) == [203 - 192, 203]
 
 
 def test_a_state_that_is_not_at_the_hit(make: Make, faults: Any) -> None:

@@ -254,13 +254,15 @@ class Tiers:
                 pending = [wish for wish in pending if not wish.declined]
                 if len(victims):
                     self.evict_rows(victims, deadline, lock_seconds)
+                    quiet = False
                 elif not pending:
                     break
                 elif doubt and not self._reap(deadline, lock_seconds, now=True):
-                    if quiet or time.monotonic() > patience:
+                    others_work = self._others_work()
+                    if time.monotonic() > patience or (quiet and not others_work):
                         break
-                    quiet, stuck = not self._others_work(), 0
-                    if not quiet:  # else they may just have ended: one last look
+                    quiet, stuck = not others_work, 0
+                    if others_work:  # else they may just have ended: look once more
                         time.sleep(PATIENCE_PAUSE_S)
                 doubt = stuck > 1 or len(victims) == 0
         except BaseException:

@@ -344,9 +344,9 @@ class PoolEvents:
         every, rest = divmod(block_tokens, self.hash_tokens or block_tokens)
         if rest:
             return {}
-        of_ours: list[bytes] = list(request.block_hashes[every - 1 :: every])
-        first = max(0, min(numbers) - 1)
-        found = enumerate(of_ours[first : max(numbers) + 1], first)
+        first, stop = max(0, min(numbers) - 1), max(numbers) + 1
+        of_ours = request.block_hashes[(first + 1) * every - 1 : stop * every : every]
+        found = enumerate(of_ours, first)
         if not envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
             return dict(found)
         # as `maybe_convert_block_hash`, which looks the setting up for each block
