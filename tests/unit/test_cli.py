@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,16 @@ def test_a_file_in_the_place_of_the_default_folder_is_noticed_before_the_work(
     result = runner.invoke(app, ["demo"], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "every byte" not in result.stdout
     assert "the folder out does not exist, or is not writable" in result.stderr
+
+
+@pytest.mark.parametrize("words", [["models"], [*PLAN, "--json"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    """Also where output is written as late as when the process ends."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvferry", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    said = "error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_refusals_are_one_paragraph() -> None:

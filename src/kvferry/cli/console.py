@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -66,6 +67,20 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                print(end="", flush=True)  # or the interpreter would, after the last handler
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)  # for what is left of the output
+            err.print(f"[bold red]error:[/] cannot write the output: {error.strerror}")
+            raise typer.Exit(2) from None
+
     def get_params(self, ctx: Any) -> Any:
         return _flags_without_type(super().get_params(ctx))
 
