@@ -5,9 +5,6 @@ slot that vLLM's block table names; the next token is a checksum of all bytes of
 they lie in memory. So a cache that did not come whole, or came from another prompt, shows in the
 next token, and a step takes a millisecond. Only the model is missing: requests are scheduled,
 preempted, held and freed by vLLM, and bytes move by our carriers.
-
-`step` does what vLLM's engine core does in one turn of its loop. So an engine that vLLM takes for
-idle does not step.
 """
 
 from __future__ import annotations
@@ -65,6 +62,7 @@ from kvferry.vllm.connector import FerryConnector
 from kvferry.vllm.describe import CacheRank, Described, cache_rank
 from kvferry.vllm.metadata import FerryHandshake
 from vllm import SamplingParams
+from vllm_loop import VllmLoop
 
 TOKEN_BYTES = 8
 PER_REQUEST = (  # what vLLM's aggregator and its MultiConnector keep of requests
@@ -131,7 +129,7 @@ def pool_in(folder: Path, **extra: Any) -> dict[str, Any]:
     return {**store, "weight_revision": "test", "min_load_tokens": 0, **extra}
 
 
-class Modelless:
+class Modelless(VllmLoop):
     def __init__(
         self,
         name: str,
@@ -274,15 +272,13 @@ class Modelless:
         self.params: dict[str, dict[str, Any]] = {}  # of responses
         self.stats: list[Any] = []
         self._hasher = get_request_block_hasher(block_size * dcp, sha256)
-        self._in_flight: list[tuple[Any, Any]] = []
-        self._asynchronous = asynchronous
+        super().__init__(asynchronous=asynchronous)
         self._drafts = drafts
         self._known: dict[str, list[int]] = {}  # tokens that the model was told or sampled
         self._guesses: dict[str, list[int]] = {}  # of the next tokens
         # Of each step in flight, by request and its preemptions: drafts that were wrong. vLLM's
         # asynchronous scheduler counts them as computed until it hears of them.
         self._rejected: list[dict[tuple[str, int], int]] = []
-        self.leaving: list[str] = []  # requests to be aborted while the next step runs
 
     def _fill(
         self, side: FerryConnector, place: CacheRank, blocks: int, memory: list[np.ndarray]
@@ -381,22 +377,6 @@ class Modelless:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
-    def step(self, *, throttle: bool = False) -> None:
-        """One turn of vLLM's loop, unless the engine is idle; an asynchronous scheduler is told of
-        a step one step later. `throttle`: other data-parallel ranks compute no prefills now."""
-        if self.scheduler.has_requests():
-            scheduled = self.scheduler.schedule(throttle)
-            self._in_flight.append((scheduled, self._compute(scheduled)))
-            if len(self._in_flight) <= self._asynchronous and (
-                scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
-            ):
-                return
-        elif not self._in_flight:
-            return
-        while self.leaving:
-            self.abort(self.leaving.pop())
-        self._report(*self._in_flight.pop(0))
-
     def _report(self, scheduled: Any, output: Any) -> None:
         outputs = self.scheduler.update_from_output(scheduled, output)
         for told in outputs.values():
@@ -414,7 +394,7 @@ class Modelless:
             guesses = [list(self._guesses.get(name, ())) for name in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
 
-    def _compute(self, scheduled: Any) -> ModelRunnerOutput:
+    def _run_model(self, scheduled: Any) -> ModelRunnerOutput:
         for side in self.worker_sides:
             side.handle_preemptions(scheduled.kv_connector_metadata)
             side.bind_connector_metadata(scheduled.kv_connector_metadata)

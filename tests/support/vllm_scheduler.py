@@ -64,6 +64,7 @@ from kvferry.vllm.metadata import FerryHandshake, FerryReport
 from kvferry.vllm.pool.config import PoolConfig
 from kvferry.vllm.pool.worker import PoolWorker
 from tiny_models import llama_config
+from vllm_loop import VllmLoop
 
 HEADS, DIM, LAYERS = 4, 8, 2
 WINDOW = 24
@@ -133,7 +134,7 @@ def _extra(connector: str, pool: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class SchedulerEngine:
+class SchedulerEngine(VllmLoop):
     """One engine: vLLM's scheduler, our connector, `tp` workers in this process."""
 
     def __init__(
@@ -293,14 +294,12 @@ class SchedulerEngine:
         # since the last reset that emptied it.
         self.weights = self.oldest_weights = 0
         self._loading: dict[str, tuple[int, int, int]] = {}  # weights, first token, and the end
-        self._in_flight: list[tuple[Any, ModelRunnerOutput]] = []
-        self._asynchronous = asynchronous
+        super().__init__(asynchronous=asynchronous)
         self._drafts = drafts
         self._guesses: dict[str, list[int]] = {}  # of the next tokens
         # Of each step in flight, by request and its preemptions: drafts that were wrong. vLLM's
         # asynchronous scheduler counts them as computed until it hears of them.
         self._rejected: list[dict[tuple[str, int], int]] = []
-        self.leaving: list[str] = []  # requests to be aborted while the next step runs
         self._aggregator = KVOutputAggregator(len(self.workers))
         self.preempted = 0
         while not self.pool.started:
@@ -377,22 +376,6 @@ class SchedulerEngine:
         while not done():
             assert time.monotonic() < deadline, else_
             self.step()
-
-    def step(self, *, throttle: bool = False) -> None:
-        """One turn of vLLM's loop, unless the engine is idle; an asynchronous scheduler is told of
-        a step one step later. `throttle`: other data-parallel ranks compute no prefills now."""
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule(throttle)
-            self._in_flight.append((output, self._run_model(output)))
-            if len(self._in_flight) <= self._asynchronous and (
-                output.total_num_scheduled_tokens or self.scheduler.has_requests()
-            ):
-                return
-        elif not self._in_flight:
-            return
-        while self.leaving:
-            self.abort(self.leaving.pop())
-        self._report(*self._in_flight.pop(0))
 
     def _report(self, output: Any, results: ModelRunnerOutput) -> None:
         for told in self.scheduler.update_from_output(output, results).values():
